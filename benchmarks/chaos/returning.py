@@ -10,8 +10,8 @@ from benchmarks.chaos.ways import Sdk
 
 PROMISE: Final = (
     "The same with the SDK, which retries refused calls three times at most: it retries no more calls than are "
-    "answered, so that the server has hardly more to refuse, and callers soon know. How long calls take that were "
-    "retried is not promised."
+    "answered, and while the server says that it is full, begins no more; others are told without it. How long calls "
+    "take that were retried is not promised."
 )
 
 

@@ -130,7 +130,9 @@ class PermissionDeniedError(AttnServeError, PermissionError):
 
 
 class OverloadedError(AttnServeError):
-    """The server is full, despite all retries that could help, made no sooner than it said."""
+    """The server is full, despite all retries that could help, made no sooner than it said. If it answers few
+    calls, most others get this error until then without asking it.
+    """
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -120,7 +120,7 @@ class Calls:
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, find=find)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size, find=find)
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:

@@ -103,7 +103,7 @@ class Calls:
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
             route = partial(self.servers.connection, home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route)
+            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size)
         return future
 
     def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None, again: Again | None = None) -> T:

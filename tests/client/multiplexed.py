@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from attnserve._requests.operation import ATTEND, Operation
@@ -20,6 +21,17 @@ DONE = Response(ATTEND, pb.AttendResponse(), [])
 
 def status(code: grpc.StatusCode) -> Status:
     return Status(code=code.value[0], message="because")
+
+
+def full(bound: str, delay: float | None) -> Status:
+    """The status of a server that has no room, as far as a bound says, for some seconds."""
+    found = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
+    found.details.add().Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED", metadata={"bound": bound}))
+    if delay is not None:
+        again = error_details_pb2.RetryInfo()
+        again.retry_delay.FromNanoseconds(round(delay * 1e9))
+        found.details.add().Pack(again)
+    return found
 
 
 def call(

@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
-from multiplexed import DONE, POLICY, asked, call, message, status
+from multiplexed import DONE, POLICY, asked, call, full, message, status
 
 from attnserve import (
     AttnServeError,
@@ -44,7 +44,7 @@ def multiplexer() -> Multiplexer[Any]:
 )
 def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
     first = call("a", priority=5)
-    multiplexer.add(first)
+    multiplexer.add(first, 0.0)
     now, delays = 0.0, []
     for _ in range(POLICY.retries):
         stream = multiplexer.opened(0.0)
@@ -69,7 +69,7 @@ def test_a_broken_stream_has_its_calls_sent_again(multiplexer: Multiplexer[Any],
 
 def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multiplexer[Any]) -> None:
     """Otherwise a stream that breaks before anything is sent would be opened again for ever, at once."""
-    multiplexer.add(call("a"))
+    multiplexer.add(call("a"), 0.0)
     now = 0.0
     for _ in range(POLICY.retries):
         assert multiplexer.broken(multiplexer.opened(0.0), status(grpc.StatusCode.UNAVAILABLE), now) == []
@@ -83,11 +83,11 @@ def test_a_call_that_was_about_to_be_sent_shares_the_retries(multiplexer: Multip
 def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Multiplexer[Any]) -> None:
     """But nothing has been sent on it, and replies still due on another stream are awaited."""
     owed, ready = call("owed"), call("ready")
-    multiplexer.add(owed)
+    multiplexer.add(owed, 0.0)
     old = multiplexer.opened(0.0)
     message(multiplexer, old)
     multiplexer.asked_to_leave(old, 0.0, others=False)
-    multiplexer.add(ready)
+    multiplexer.add(ready, 0.0)
     now = 0.0
     for _ in range(POLICY.retries):
         assert multiplexer.unopened(multiplexer.opened(0.0), RuntimeError("no thread"), now) == []
@@ -105,7 +105,7 @@ def test_a_stream_that_cannot_be_opened_counts_as_one_that_broke(multiplexer: Mu
 
 
 def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> None:
-    multiplexer.add(call("a", timeout=0.05))
+    multiplexer.add(call("a", timeout=0.05), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     ((_, error),) = multiplexer.broken(stream, status(grpc.StatusCode.UNAVAILABLE), 0.0)
@@ -114,8 +114,8 @@ def test_no_retry_begins_beyond_the_deadline(multiplexer: Multiplexer[Any]) -> N
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED])
 def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer[Any], code: grpc.StatusCode) -> None:
-    multiplexer.add(call("a"))
-    multiplexer.add(call("b"))
+    multiplexer.add(call("a"), 0.0)
+    multiplexer.add(call("b"), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     outcomes = multiplexer.broken(stream, status(code), 0.0)
@@ -128,7 +128,7 @@ def test_a_stream_that_would_break_again_is_not_retried(multiplexer: Multiplexer
 def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Multiplexer[Any], limit: int) -> None:
     """A server that ends the stream at any message over its limit still answers every call within the limit."""
     for padding in (10, 3000, 20, 20, 900, 7000, 30, 800):
-        multiplexer.add(call(padding, padding=padding))
+        multiplexer.add(call(padding, padding=padding), 0.0)
     answered, failed = [], []
     while len(multiplexer):
         stream = multiplexer.opened(0.0)
@@ -150,7 +150,7 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
 def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
     """Its error has details that say why: no message was too long."""
     for name in "ab":
-        multiplexer.add(call(name))
+        multiplexer.add(call(name), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -164,12 +164,12 @@ def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexe
 def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: Multiplexer[Any]) -> None:
     refused, owed, late, new = call("refused"), call("owed"), call("refused late"), call("new")
     for each in (refused, owed, late):
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     old = multiplexer.opened(0.0)
     message(multiplexer, old)
     assert multiplexer.resolve(old, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0) == []
     assert not multiplexer.writes(old)
-    multiplexer.add(new)
+    multiplexer.add(new, 0.0)
     assert multiplexer.wants_stream
     assert message(multiplexer, old) is None
     young = multiplexer.opened(0.0)
@@ -191,10 +191,10 @@ def test_a_server_that_goes_away_is_left_and_what_it_owes_awaited(multiplexer: M
 
 def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[Any]) -> None:
     on_it, behind_it = call("a"), call("b")
-    multiplexer.add(on_it)
+    multiplexer.add(on_it, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
-    multiplexer.add(behind_it)
+    multiplexer.add(behind_it, 0.0)
     ((failed, error),) = multiplexer.distrusted(stream, "nonsense")
     assert failed is on_it
     assert isinstance(error, ProtocolError)
@@ -222,7 +222,9 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
                 assert outcome.message.batch_size == each.owner
             settled[each.owner] = outcome
 
-    actions = st.sampled_from(["add", "add", "send", "send", "reply", "reply", "refuse", "break", "cancel", "wait"])
+    actions = st.sampled_from(
+        ["add", "add", "send", "send", "reply", "reply", "refuse", "full", "break", "cancel", "wait"]
+    )
     for action in data.draw(st.lists(actions, max_size=60)):
         if multiplexer.wants_stream:
             stream = multiplexer.opened(0.0)
@@ -238,16 +240,17 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
                 now=now,
                 timeout=timeout,
             )
-            multiplexer.add(calls[number])
+            multiplexer.add(calls[number], now)
         elif action == "send" and stream:
             sent = message(multiplexer, stream, now)
             on_wire[stream].update({c.id: asked(c).priority for c in sent.calls} if sent else {})
-        elif action in ("reply", "refuse"):
+        elif action in ("reply", "refuse", "full"):
             waiting = [(s, i) for s, ids in on_wire.items() for i in ids]
             if waiting:
                 where, which = data.draw(st.sampled_from(waiting))
                 done = Response(ATTEND, pb.AttendResponse(batch_size=on_wire[where].pop(which)), [])
-                result = done if action == "reply" else status(grpc.StatusCode.UNAVAILABLE)
+                errors = {"refuse": status(grpc.StatusCode.UNAVAILABLE), "full": full("requests", 0.05)}
+                result = done if action == "reply" else errors[action]
                 settle(multiplexer.resolve(where, [Reply(which, result)], now))
         elif action == "break" and on_wire:
             where = data.draw(st.sampled_from(sorted(on_wire)))
@@ -271,14 +274,14 @@ def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
 def test_an_error_says_whether_an_earlier_attempt_may_have_been_carried_out(multiplexer: Multiplexer[Any]) -> None:
     """Not if that attempt was answered, or never left."""
     sent, late, refused = (call(name) for name in ("sent", "late", "refused"))
-    multiplexer.add(refused)
+    multiplexer.add(refused, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     multiplexer.resolve(stream, [Reply(refused.id, status(grpc.StatusCode.UNAVAILABLE))], 0.0)
-    multiplexer.add(sent)
+    multiplexer.add(sent, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
-    multiplexer.add(late)
+    multiplexer.add(late, 0.0)
     multiplexer.broken(stream, status(grpc.StatusCode.INTERNAL), 0.0)
     multiplexer.tick(1.0)
     stream = multiplexer.opened(0.0)

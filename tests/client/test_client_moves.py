@@ -32,7 +32,7 @@ def calls_on(multiplexer: Multiplexer[str], owners: Iterable[str], pinned: Itera
     for owner in owners:
         made[owner] = call = Call(owner, 15, [owner.encode()], 1, 0.0, 9.0)
         call.pinned = owner in pinned
-        multiplexer.add(call)
+        multiplexer.add(call, 0.0)
     return made
 
 
@@ -58,7 +58,7 @@ def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
     assert b"pinned" in sent(here, 2)
     there: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("there"))
     calls_on(there, ("another",))
-    there.add(calls["free"])
+    there.add(calls["free"], 0.0)
     assert b"free" in sent(there, there.opened(0.0))
     assert calls["free"].attempts == 1
 
@@ -132,7 +132,7 @@ def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
     assert here.take_leaving() == []
     assert here.tick(2.0, others=True) == []
     assert here.take_leaving() == [calls["refused"]]
-    while here._policy.budget.take(2.0):
+    while here._policy.retried.take(2.0):
         pass
     ((call, error),) = here.tick(5.0, others=True)
     assert call is calls["later"]

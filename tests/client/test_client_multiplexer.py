@@ -27,8 +27,8 @@ def multiplexer() -> Multiplexer[Any]:
 def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
     assert not multiplexer.wants_stream
     first, second = call("a", priority=3), call("b", priority=-4, timeout=2.5)
-    multiplexer.add(first)
-    multiplexer.add(second)
+    multiplexer.add(first, 0.0)
+    multiplexer.add(second, 0.0)
     assert multiplexer.wants_stream
     stream = multiplexer.opened(0.0)
     assert not multiplexer.wants_stream
@@ -44,7 +44,7 @@ def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
 def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multiplexer[Any]) -> None:
     calls = [call("a"), call("b")]
     for each in calls:
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     stream = multiplexer.opened(0.0)
     assert multiplexer.wants_writer
     message(multiplexer, stream)
@@ -62,8 +62,8 @@ def test_who_writes_is_wanted_when_there_is_something_to_do(multiplexer: Multipl
 def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
     """Each in a field of its own, so that the server can tell them apart."""
     for number in range(3):
-        multiplexer.add(call(number, priority=number))
-        multiplexer.add(call(number, priority=-number, operation=APPLY))
+        multiplexer.add(call(number, priority=number), 0.0)
+        multiplexer.add(call(number, priority=-number, operation=APPLY), 0.0)
     stream = multiplexer.opened(0.0)
     sent = message(multiplexer, stream)
     assert sent is not None
@@ -80,7 +80,7 @@ def test_operations_travel_together(multiplexer: Multiplexer[Any]) -> None:
 def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multiplexer: Multiplexer[Any]) -> None:
     calls = [call(number) for number in range(2 * MESSAGE_CALLS + 3)]
     for each in calls:
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     stream = multiplexer.opened(0.0)
     ids = []
     for expected in (MESSAGE_CALLS, MESSAGE_CALLS, 3):
@@ -92,7 +92,7 @@ def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multipl
     assert ids == [each.id for each in calls]
     for each in calls:
         assert multiplexer.cancel(each)
-    multiplexer.add(last := call("last"))
+    multiplexer.add(last := call("last"), 0.0)
     cancelled: list[int] = []
     for expected in (MESSAGE_CALLS, MESSAGE_CALLS, 3):
         sent = message(multiplexer, stream)
@@ -106,7 +106,7 @@ def test_a_message_holds_a_bounded_number_of_calls_and_of_cancelled_ones(multipl
 
 @pytest.mark.parametrize("timeout", [1e-12, 1e-9, 0.5, 1.0, 59.999999, 3600.0, 1e9])
 def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: float) -> None:
-    multiplexer.add(call("a", timeout=timeout))
+    multiplexer.add(call("a", timeout=timeout), 0.0)
     sent = message(multiplexer, multiplexer.opened(0.0))
     assert sent is not None
     assert sent.calls[0].HasField("timeout")
@@ -116,7 +116,7 @@ def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: fl
 def test_a_message_is_bounded_unless_one_call_is_larger() -> None:
     multiplexer: Multiplexer[Any] = Multiplexer(POLICY, message_bytes=1000)
     for padding in (300, 300, 300, 5000, 10):
-        multiplexer.add(call(padding, padding=padding))
+        multiplexer.add(call(padding, padding=padding), 0.0)
     stream = multiplexer.opened(0.0)
     lengths = []
     while (sent := message(multiplexer, stream)) is not None:
@@ -127,7 +127,7 @@ def test_a_message_is_bounded_unless_one_call_is_larger() -> None:
 def test_replies_in_any_order_reach_their_calls(multiplexer: Multiplexer[Any]) -> None:
     calls = [call(name) for name in "abc"]
     for each in calls:
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     invalid = Reply(calls[0].id, status(grpc.StatusCode.INVALID_ARGUMENT))
@@ -143,8 +143,8 @@ def test_replies_in_any_order_reach_their_calls(multiplexer: Multiplexer[Any]) -
 
 def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer[Any]) -> None:
     first, second = call("a"), call("b")
-    multiplexer.add(first)
-    multiplexer.add(second)
+    multiplexer.add(first, 0.0)
+    multiplexer.add(second, 0.0)
     assert multiplexer.cancel(first)
     assert not multiplexer.cancel(first)
     sent = message(multiplexer, multiplexer.opened(0.0))
@@ -157,12 +157,12 @@ def test_a_call_made_elsewhere_by_now_takes_no_other_with_it(multiplexer: Multip
     """By then its id is from another server's stream, and belongs to another call here."""
     elsewhere: Multiplexer[Any] = Multiplexer(POLICY)
     leaving, stays = call("a"), call("b")
-    multiplexer.add(leaving)
+    multiplexer.add(leaving, 0.0)
     multiplexer.leave()
     assert multiplexer.take_leaving() == [leaving]
-    multiplexer.add(stays)
-    elsewhere.add(call("c"))
-    elsewhere.add(leaving)
+    multiplexer.add(stays, 0.0)
+    elsewhere.add(call("c"), 0.0)
+    elsewhere.add(leaving, 0.0)
     assert leaving.id == stays.id
     assert not multiplexer.cancel(leaving)
     assert (len(multiplexer), len(elsewhere)) == (1, 2)
@@ -172,12 +172,12 @@ def test_a_call_made_elsewhere_by_now_takes_no_other_with_it(multiplexer: Multip
 
 def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
     first, second, third = call("a"), call("b"), call("c")
-    multiplexer.add(first)
-    multiplexer.add(second)
+    multiplexer.add(first, 0.0)
+    multiplexer.add(second, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     assert multiplexer.cancel(first)
-    multiplexer.add(third)
+    multiplexer.add(third, 0.0)
     sent = message(multiplexer, stream)
     assert sent is not None
     assert (list(sent.cancel), [c.id for c in sent.calls]) == ([first.id], [third.id])
@@ -191,7 +191,7 @@ def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
 def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[Any]) -> None:
     short, long, never = call("short", timeout=1.0), call("long", timeout=5.0), call("never")
     for each in (long, short, never):
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     assert multiplexer.wakeup == 1.0
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
@@ -209,17 +209,17 @@ def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[An
 
 
 def test_a_call_that_is_too_late_is_not_sent(multiplexer: Multiplexer[Any]) -> None:
-    multiplexer.add(call("late", timeout=0.0))
+    multiplexer.add(call("late", timeout=0.0), 0.0)
     assert message(multiplexer, multiplexer.opened(0.0)) is None
     ((_, error),) = multiplexer.tick(0.0)
     assert isinstance(error, DeadlineExceededError)
 
 
 def test_closing_fails_what_is_left(multiplexer: Multiplexer[Any]) -> None:
-    multiplexer.add(call("sent"))
+    multiplexer.add(call("sent"), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
-    multiplexer.add(call("ready"))
+    multiplexer.add(call("ready"), 0.0)
     outcomes = multiplexer.close()
     assert [c.owner for c, _ in outcomes] == ["sent", "ready"]
     assert all(isinstance(error, ClientClosedError) for _, error in outcomes)

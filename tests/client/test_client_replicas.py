@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from attnserve._servers.replicas import FIRST_REST, FORGET_AFTER, LONGEST_FULL, LONGEST_REST, Replica, Replicas
+from multiplexed import full
+
+from attnserve._errors import error_from_status
+from attnserve._servers.replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
+from attnserve._servers.room import LONGEST
 
 
 class Connected:
@@ -32,6 +36,9 @@ class Fleet:
 
     def at(self, address: str, now: float = 0.0) -> Connected:
         return self.replicas.at(address, now)
+
+    def refuse(self, address: str, now: float, delay: float) -> None:
+        self.at(address).replica.room.refused(now, error_from_status(full("requests", delay)), 1)
 
 
 def test_idle_servers_take_turns_and_busy_ones_get_less() -> None:
@@ -110,19 +117,19 @@ def test_a_server_that_asks_to_leave_rests_once_and_no_shorter_than_it_did() -> 
 def test_a_server_that_refused_gets_no_call_until_it_should_have_room() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.at("b").in_flight = fleet.at("c").in_flight = 5
-    fleet.at("a").replica.refused(10.0, 0.5)
-    fleet.at("a").replica.refused(10.1, 0.1)
+    fleet.refuse("a", 10.0, 0.5)
+    fleet.refuse("a", 10.1, 0.1)
     assert set(fleet.choose(4, 10.49)) == {"b", "c"}
     assert set(fleet.choose(4, 10.5)) == {"a"}
-    fleet.at("a").replica.refused(20.0, 1e6)
+    fleet.refuse("a", 20.0, 1e6)
     fleet.at("b").replica.failed(20.0)
     fleet.at("c").replica.failed(20.0)
     assert set(fleet.choose(4, 20.1)) == {"a"}, "the others take no calls at all"
-    fleet.at("b").replica.refused(30.0, 2.0)
-    fleet.at("c").replica.refused(30.0, 1.0)
-    fleet.at("a").replica.refused(30.0, 1.0)
+    fleet.refuse("b", 30.0, 2.0)
+    fleet.refuse("c", 30.0, 1.0)
+    fleet.refuse("a", 30.0, 1.0)
     assert set(fleet.choose(4, 30.5)) == {"a"}, "all are full"
-    assert set(fleet.choose(4, 20.0 + LONGEST_FULL)) == {"a"}
+    assert set(fleet.choose(4, 20.0 + LONGEST)) == {"a"}
 
 
 def test_a_server_is_avoided_by_a_call_that_failed_there() -> None:
@@ -131,7 +138,7 @@ def test_a_server_is_avoided_by_a_call_that_failed_there() -> None:
     fleet.at("b").in_flight = 5
     assert choose(0.0, "a").replica.address == "b"
     assert choose(0.0, "b").replica.address == "a"
-    fleet.at("b").replica.refused(0.0, 1.0)
+    fleet.refuse("b", 0.0, 1.0)
     assert choose(0.5, "a").replica.address == "b", "it has not refused this call"
     fleet.at("b").replica.failed(0.0)
     assert choose(0.1, "a").replica.address == "a", "it is better than none"

@@ -18,7 +18,7 @@ from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
     Again,
-    RetryBudget,
+    Budget,
     RetryPolicy,
     breaks_only_the_stream,
     given_up,
@@ -71,7 +71,7 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_ev
 
 
 def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
-    budget = RetryBudget()
+    budget = Budget()
     assert [budget.take(0.0) for _ in range(BUDGET_ALWAYS + 2)] == [True] * BUDGET_ALWAYS + [False] * 2
     budget.answered(3, 0.5)
     assert [budget.take(1.5) for _ in range(4)] == [True, True, True, False]
@@ -84,7 +84,7 @@ def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> Non
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=60))
 def test_within_the_window_no_more_is_sent_again_than_that(steps: list[tuple[float, int, int]]) -> None:
-    budget, now = RetryBudget(), 1000.0
+    budget, now = Budget(), 1000.0
     answered: list[tuple[int, int]] = []
     taken: list[tuple[int, int]] = []
     for pause, answers, wanted in steps:

@@ -51,7 +51,7 @@ def sent(multiplexer: Multiplexer[Any], *names: str) -> tuple[int, list[int]]:
     """Calls that have been sent on a new stream: its number, and their ids."""
     calls = [call(name) for name in names]
     for each in calls:
-        multiplexer.add(each)
+        multiplexer.add(each, 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
     return stream, [each.id for each in calls]
@@ -102,7 +102,7 @@ def test_the_end_of_a_stream_that_was_left_says_nothing(multiplexer: Multiplexer
     multiplexer.asked_to_leave(left, 0.0, others=False)
     multiplexer.resolve(left, [Reply(number, DONE)], 0.0)
     server.noted.clear()
-    multiplexer.add(call("b"))
+    multiplexer.add(call("b"), 0.0)
     following = multiplexer.opened(0.0)
     assert multiplexer.broken(left, status(UNAVAILABLE), 0.0) == []
     assert server.noted == []
@@ -115,12 +115,12 @@ def test_the_end_of_a_stream_that_was_left_says_nothing(multiplexer: Multiplexer
 def test_answers_fill_the_retry_budget() -> None:
     policy = RetryPolicy(retries=3, random=lambda: 1.0)
     multiplexer: Multiplexer[Any] = Multiplexer(policy)
-    while policy.budget.take(0.0):
+    while policy.retried.take(0.0):
         pass
     stream, numbers = sent(multiplexer, *"abc")
     replies = [Reply(number, DONE) for number in numbers[:2]]
     multiplexer.resolve(stream, [*replies, Reply(numbers[2], status(grpc.StatusCode.NOT_FOUND))], 0.0)
-    assert [policy.budget.take(0.0) for _ in range(3)] == [True, True, False], "errors are no answers"
+    assert [policy.retried.take(0.0) for _ in range(3)] == [True, True, False], "errors are no answers"
 
 
 def test_what_comes_for_an_attempt_that_is_over_is_dropped(multiplexer: Multiplexer[Any]) -> None:
@@ -144,7 +144,7 @@ def test_it_wakes_up_for_what_is_due_first(multiplexer: Multiplexer[Any]) -> Non
     for timeout, first in ((5.0, 0.1), (0.05, 0.05)):
         stream, (number,) = sent(multiplexer, "a")
         multiplexer.resolve(stream, [Reply(number, status(UNAVAILABLE))], 0.0)
-        multiplexer.add(call("b", timeout=timeout))
+        multiplexer.add(call("b", timeout=timeout), 0.0)
         multiplexer.tick(0.01)
         assert multiplexer.wakeup == pytest.approx(first)
         multiplexer.close()

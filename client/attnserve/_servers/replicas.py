@@ -13,12 +13,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
+from attnserve._servers.room import Room
+
 FIRST_REST: Final = 0.5
 LONGEST_REST: Final = 30.0
 """How long a server that failed is left alone, in seconds: twice as long every time, from the first to the longest."""
-
-LONGEST_FULL: Final = 5.0
-"""How long, in seconds, a server that had no room is left alone at most, whatever it says."""
 
 FORGET_AFTER: Final = 60.0
 """How long, in seconds, the unused connection to a server that is no longer listed is kept, as it may hold caches. One
@@ -29,7 +28,7 @@ that was replaced by a new one is kept as long, for callers that have just been 
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "full_until", "rests_until", "used")
+    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "rests_until", "room", "used")
 
     def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
         """`told` is called when there may be other servers now."""
@@ -40,8 +39,10 @@ class Replica:
         self._leaves_until = 0.0
         self.rests_until = 0.0
         """Until when other servers are preferred, in seconds of `time.monotonic`."""
-        self.full_until = 0.0
-        """Until when servers that may have room are preferred, unless they rest."""
+        self.room: Final = Room()
+        """What it says of its room. Servers that may have some are preferred, unless they rest: a full one answers
+        refusals so fast that it would seem to be the least busy.
+        """
         self.used = 0
         """The number of its last call."""
 
@@ -59,12 +60,6 @@ class Replica:
         self._leaves_until = now + FIRST_REST
         self.rests_until = max(self.rests_until, self._leaves_until)
         self._told()
-
-    def refused(self, now: float, delay: float) -> None:
-        """Notes that the server has no room, and says that it has some after so many seconds. It answers refusals so
-        fast that it would seem to be the least busy.
-        """
-        self.full_until = max(self.full_until, now + min(delay, LONGEST_FULL))
 
     def worked(self, now: float, begin: float) -> None:
         """Notes that the server has answered on a stream, or to a unary call, that began at `begin`. If that was after
@@ -214,5 +209,5 @@ class Replicas(Generic[C]):
     @staticmethod
     def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, int, int]:
         replica = connection.replica
-        rests, is_full = replica.rests_until > now, replica.full_until > now
+        rests, is_full = replica.rests_until > now, replica.room.until > now
         return rests, replica.address == avoid, is_full, connection.in_flight, replica.used

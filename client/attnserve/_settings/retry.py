@@ -6,7 +6,9 @@ call is sent again, up to `retries` times and within its deadline, if the server
 UNAVAILABLE, or gRPC's errors for failed connections), if its stream breaks and the call is not the cause, or if the
 server has no room for it now, and then no sooner than the server says. Nothing else is retried: not an error that would
 recur, nor a call that changes the server. Of the calls refused for lack of room, no more are sent again than calls are
-answered: otherwise retries would prolong the overload.
+answered: otherwise retries would prolong the overload. The same holds for new calls to a server that has said that it
+has no room, until it should have some (`_servers.room`): of those beyond the budget, the rule is as if it had refused
+them.
 """
 
 from __future__ import annotations
@@ -65,13 +67,14 @@ def _of_the_connection(status: Status) -> bool:
 
 BUDGET_WINDOW_S: Final = 10
 BUDGET_ALWAYS: Final = 10
-"""Retries allowed in that time however many calls were answered: a client with few calls gets few answers."""
+"""Calls allowed in that time however many were answered: a client with few calls gets few answers."""
 
 
-class RetryBudget:
-    """How many calls refused by full servers a client may send again: in `BUDGET_WINDOW_S` as many as were answered,
-    plus `BUDGET_ALWAYS`. If most calls are answered, that is all of them; if few are, retries would only keep the
-    servers busy with refusing. (Retry budgets, as in Finagle and in the SRE book, chapter 22.)
+class Budget:
+    """How many calls a client may send that full servers will probably refuse: in `BUDGET_WINDOW_S` as many as were
+    answered, plus `BUDGET_ALWAYS`. If most calls are answered, that is all of them; if few are, more would only keep
+    the servers busy with refusing. (Client-side throttling and retry budgets, as in the SRE book, chapters 21 and 22,
+    and in Finagle.)
 
     For any number of threads, without a lock: at worst some counts of one second are lost.
     """
@@ -79,7 +82,7 @@ class RetryBudget:
     def __init__(self) -> None:
         self._seconds = [-BUDGET_WINDOW_S] * BUDGET_WINDOW_S
         self._balances = [0] * BUDGET_WINDOW_S
-        """Answers minus retries, in each of the last seconds."""
+        """Answers minus what was taken, in each of the last seconds."""
 
     def answered(self, calls: int, now: float) -> None:
         """Counts calls that servers have answered."""
@@ -90,7 +93,7 @@ class RetryBudget:
         self._balances[slot] += calls
 
     def take(self, now: float) -> bool:
-        """Whether a call may be sent again; if so, it is counted."""
+        """Whether a call may be sent; if so, it is counted."""
         oldest = int(now) - BUDGET_WINDOW_S
         recent = zip(self._seconds, self._balances, strict=True)
         if BUDGET_ALWAYS + sum(balance for second, balance in recent if second > oldest) <= 0:
@@ -120,8 +123,16 @@ class RetryPolicy:
     """The longest that any retry waits, in seconds."""
     random: Callable[[], float] = field(default=random.random, repr=False)
     """Numbers from 0 to 1; a retry waits for half its delay and this share of the other half."""
-    budget: RetryBudget = field(default_factory=RetryBudget, repr=False)
-    """The budget for calls that full servers refuse."""
+    retried: Budget = field(default_factory=Budget, repr=False)
+    """The budget for calls that full servers have refused."""
+    begun: Budget = field(default_factory=Budget, repr=False)
+    """The budget for new calls to servers that have said that they are full. It is another, since retries have waited.
+    """
+
+    def answered(self, calls: int, now: float) -> None:
+        """Counts calls that servers have answered."""
+        self.retried.answered(calls, now)
+        self.begun.answered(calls, now)
 
     def delay(self, attempts: int, now: float, deadline: float) -> float | None:
         """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up."""

@@ -22,6 +22,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._errors import (
+    AttnServeError,
     ClientClosedError,
     OverloadedError,
     ProtocolError,
@@ -65,6 +66,8 @@ class Multiplexer(Generic[T]):
         self._calls: dict[int, Call[T]] = {}
         self._ready: deque[Call[T]] = deque()
         self._waiting: list[tuple[float, Call[T]]] = []
+        self._refused: list[Outcome[T]] = []
+        """Calls that were not sent, because the server is full."""
         self._cancelled: list[int] = []
         self._last_id = 0
         self._last_stream = 0
@@ -111,12 +114,19 @@ class Multiplexer(Generic[T]):
         """Whether more may be sent on a stream; if not, its sending side should be closed."""
         return stream == self._stream
 
-    def add(self, call: Call[T]) -> None:
-        """Takes a call, which goes into the next message."""
+    def add(self, call: Call[T], now: float) -> None:
+        """Takes a call, which goes into the next message. If that is its first attempt, the server has said that it has
+        no room, and the budget is used up, it waits as if the server had said so again, or fails with the next `tick`.
+        """
         self._last_id += 1
         call.id = self._last_id
         self._calls[call.id] = call
-        self._ready.append(call)
+        refusal = None if call.attempts else self._replica.room.refusal(now, call.size)
+        if refusal is None or self._policy.begun.take(now):
+            self._ready.append(call)
+        elif not self._waits_for_room(call, refusal, now):
+            self._refused.append((call, refusal))
+            self.wakeup = now
         if call.deadline < self.wakeup:
             self.wakeup = call.deadline
 
@@ -190,18 +200,14 @@ class Multiplexer(Generic[T]):
                     self._try_again(call, result, now, outcomes)
                     continue
                 result = error_from_status(result, resent=call.resent)
-                if (delay := retry.room_after(result)) is not None:
-                    self._replica.refused(now, delay)
-                pause = self._policy.after_overload(result, call.attempts + 1, now, call.deadline)
-                if pause is not None:
-                    assert isinstance(result, OverloadedError)
-                    self._wait(call, now + pause, result)
+                self._replica.room.refused(now, result, call.size)
+                if self._waits_for_room(call, result, now):
                     continue
             else:
                 answered += 1
             outcomes.append((self._calls.pop(reply.id), result))
             self._replica.worked(now, begin)
-        self._policy.budget.answered(answered, now)
+        self._policy.answered(answered, now)
         return outcomes
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
@@ -282,14 +288,15 @@ class Multiplexer(Generic[T]):
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
         fail if there are too many retries; calls past their deadline fail.
         """
-        outcomes: list[Outcome[T]] = []
+        outcomes = [(call, error) for call, error in self._refused if self._calls.pop(call.id, None) is not None]
+        self._refused.clear()
         for call in [call for call in self._calls.values() if call.deadline <= now]:
             del self._calls[call.id]
             self._retract(call)
             outcomes.append((call, no_reply(call.timeout, self._replica.address)))
         due_again: list[Call[T]] = []
         for call in [call for due, call in self._waiting if due <= now and call.id in self._calls]:
-            if call.refusal is None or self._policy.budget.take(now):
+            if call.refusal is None or self._policy.retried.take(now):
                 due_again.append(call)
             else:
                 outcomes.append((self._calls.pop(call.id), call.refusal))
@@ -310,6 +317,7 @@ class Multiplexer(Generic[T]):
         self._calls.clear()
         self._ready.clear()
         self._waiting.clear()
+        self._refused.clear()
         self._leave_stream()
         return outcomes
 
@@ -324,6 +332,15 @@ class Multiplexer(Generic[T]):
             outcomes.append((call, retry.given_up(status, call.attempts + 1)))
             return
         self._wait(call, now + delay)
+
+    def _waits_for_room(self, call: Call[T], error: AttnServeError, now: float) -> bool:
+        """Whether a call that ended with an error waits until the server has room; if so, it does from now on."""
+        pause = self._policy.after_overload(error, call.attempts + 1, now, call.deadline)
+        if pause is None:
+            return False
+        assert isinstance(error, OverloadedError)
+        self._wait(call, now + pause, error)
+        return True
 
     def _wait(self, call: Call[T], until: float, refusal: OverloadedError | None = None) -> None:
         """Schedules a call to be sent again; with a `refusal` (no room), only if the retry budget then allows it."""

@@ -143,7 +143,7 @@ class StreamTransport:
         if call.owner.done():
             return
         call.owner.withdraw = partial(self._withdraw, call)
-        self._multiplexer.add(call)
+        self._multiplexer.add(call, time.monotonic())
         self._advance()
 
     def leave(self) -> None:

@@ -113,7 +113,7 @@ class StreamTransport:
 
     def _add(self, call: Call[StreamFuture], outcomes: list[Outcome[StreamFuture]]) -> None:
         """Takes a call, and adds to the `outcomes` to deliver. The lock must be held."""
-        self._multiplexer.add(call)
+        self._multiplexer.add(call, time.monotonic())
         try:
             if self._watcher is None:
                 self._watcher = self._begin_to_watch()

@@ -17,7 +17,7 @@ import grpc
 
 from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
-from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy, room_after
+from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy
 from attnserve._transports.connection import BaseConnection, Route
 
 C = TypeVar("C", bound=BaseConnection[Any])
@@ -37,9 +37,11 @@ class UnaryCall(Generic[F, C]):
         route: Route[C],
         repeatable: bool,
         again: Again | None,
+        size: int | None,
     ) -> None:
         """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, it
-        is one attempt of a call whose retries its caller decides on, and `again` is what followed the last one.
+        is one attempt of a call whose retries its caller decides on, and `again` is what followed the last one. `size`
+        is the length of a request that needs room among others, in bytes; None for what any server answers.
         """
         self.future: Final = future
         self.path: Final = path
@@ -51,6 +53,7 @@ class UnaryCall(Generic[F, C]):
         self.pause: Final = 0.0 if again is None else again.pause
         """After how many seconds to make the first attempt."""
         self._route: Final = route
+        self._size: Final = size
         self._attempts = 0
         self._resent = False
         """Whether an earlier attempt may have run: no server has said that it did not."""
@@ -70,7 +73,7 @@ class UnaryCall(Generic[F, C]):
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
         no server, if no time is left, or if the server had no room and there are too many retries.
         """
-        if self._refusal is not None and not self._policy.budget.take(time.monotonic()):
+        if self._refusal is not None and not self._policy.retried.take(time.monotonic()):
             raise self._refusal
         connection = self._route(self.left(), self._avoid)
         self._began = time.monotonic()
@@ -87,9 +90,8 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         status = status_from_rpc_error(error)
         verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
-        delay = room_after(verdict.refusal if isinstance(verdict, Again) else verdict)
-        if delay is not None:
-            connection.replica.refused(now, delay)
+        refusal = verdict.refusal if isinstance(verdict, Again) else verdict
+        connection.replica.room.refused(now, refusal, self._size or 0)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:
             verdict = no_reply(self._timeout, connection.replica.address)  # gRPC's own says neither
             verdict.resent = self._resent
@@ -100,6 +102,24 @@ class UnaryCall(Generic[F, C]):
         self._avoid = connection.replica.address
         return verdict.pause
 
+    def held_back(self, connection: C) -> float | None:
+        """How many seconds to wait, as after a failed attempt, because the server has said that it has no room, and the
+        budget is used up: the first attempt is then not sent. None if it may be. Raises an OverloadedError if there is
+        to be no other.
+        """
+        if self._size is None or self._attempts:
+            return None
+        now = time.monotonic()
+        refusal = connection.replica.room.refusal(now, self._size)
+        if refusal is None or self._policy.begun.take(now):
+            return None
+        self._attempts += 1
+        pause = self._policy.after_overload(refusal, self._attempts, now, self._deadline)
+        if pause is None:
+            raise refusal
+        self._refusal, self._avoid = refusal, connection.replica.address
+        return pause
+
     def answered(self, connection: C) -> None:
         """Notes that an attempt has been answered. What a server says of itself, even while it takes no calls, changes
         nothing about where they go, nor how often.
@@ -108,7 +128,7 @@ class UnaryCall(Generic[F, C]):
             return
         now = time.monotonic()
         connection.replica.worked(now, self._began)
-        self._policy.budget.answered(1, now)
+        self._policy.answered(1, now)
 
     def left(self) -> float | None:
         """The seconds until the deadline; None if there is none."""

@@ -46,6 +46,7 @@ class UnaryTransport:
         *,
         repeatable: bool = True,
         again: Again | None = None,
+        size: int | None = None,
         find: Callable[[float | None], Awaitable[object]] | None = None,
     ) -> None:
         """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
@@ -53,7 +54,7 @@ class UnaryTransport:
         """
         if self._closed:
             raise ClientClosedError
-        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again)
+        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again, size)
         task = asyncio.get_running_loop().create_task(self._carry_out(call, find))
         self._tasks[task] = future
         future.withdraw = task.cancel
@@ -88,6 +89,9 @@ class UnaryTransport:
         metadata = () if call.future.span is None else call.future.span.metadata
         while True:
             connection, timeout = call.connect()
+            if (pause := call.held_back(connection)) is not None:
+                await asyncio.sleep(pause)
+                continue
             connection.unary.add(call)
             try:
                 method = connection.method(call.path)

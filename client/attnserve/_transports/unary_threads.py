@@ -58,11 +58,12 @@ class UnaryTransport:
         *,
         repeatable: bool = True,
         again: Again | None = None,
+        size: int | None = None,
     ) -> None:
         """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
         `UnaryCall`.
         """
-        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again)
+        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again, size)
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
@@ -96,6 +97,9 @@ class UnaryTransport:
 
     def _begin(self, call: _Call) -> None:
         connection, timeout = call.connect()
+        if (pause := call.held_back(connection)) is not None:
+            self._send_later(call, pause)
+            return
         message = call.message
         span = call.future.span
         metadata = self._bearer.metadata + (() if span is None else span.metadata)

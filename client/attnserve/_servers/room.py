@@ -1,0 +1,66 @@
+"""Whether a server that had no room for a call has some again: until then it need not be asked, by as many calls as
+may come.
+
+In: the errors of refused calls, which say after how many seconds there should be room (half of what waits is computed
+by then, so that a server does not run out of work meanwhile). Out: when there should be, and what the server would say
+to a call until then. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import RetryInfo
+
+from attnserve._errors import AttnServeError, OverloadedError
+from attnserve._settings.retry import room_after
+
+LONGEST: Final = 5.0
+"""How long, in seconds, a server that had no room is left alone at most, whatever it says."""
+
+_FOR_ALL: Final = frozenset(("requests", "queue_time"))
+"""The bounds that hold for calls of any size. That on ``bytes`` holds for calls as large as the refused one."""
+
+
+class Room:
+    """What one server says of its room. Any thread may ask; refusals may come from any thread, too."""
+
+    __slots__ = ("_refusal", "until")
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        """Until when the server should have none, in seconds of `time.monotonic`."""
+        self._refusal: tuple[float, float, float, OverloadedError] | None = None
+        """The last refusal that holds for other calls: from when until when, from how many bytes on, and the error."""
+
+    def refused(self, now: float, error: AttnServeError | None, size: int) -> None:
+        """Notes the error that a call of so many bytes ended with, whatever it is."""
+        delay = room_after(error)
+        if delay is None:
+            return
+        until = now + min(delay, LONGEST)
+        self.until = max(self.until, until)
+        assert isinstance(error, OverloadedError)  # else there is no delay
+        least = 0 if error.bound in _FOR_ALL else size if error.bound == "bytes" else inf
+        if least < inf:
+            self._refusal = now, until, least, error
+
+    def refusal(self, now: float, size: int) -> OverloadedError | None:
+        """What the server would say to a call of so many bytes, by what it has said of another one; None if it may have
+        room.
+        """
+        if self._refusal is None:
+            return None
+        since, until, least, error = self._refusal
+        if now >= until:
+            self._refusal = None  # it holds the details
+            return None
+        if size < least:
+            return None
+        details: list[Message] = [detail for detail in error.details if not isinstance(detail, RetryInfo)]
+        details.append(left := RetryInfo())
+        left.retry_delay.FromNanoseconds(round((until - now) * 1e9))
+        message = f"{error}; it said so {now - since:.3f} s ago, and was not asked again"
+        return OverloadedError(message, code=error.code, details=tuple(details))

@@ -1,0 +1,256 @@
+"""A server that has said that it has no room is not asked again before it should have some."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import calls
+import grpc
+import numpy as np
+import pytest
+from askers import Transport, array, transport
+from conftest import POOL, Server
+from grpc_status import rpc_status
+from multiplexed import call, full, message
+from occupied import PATIENT
+from peers import good_unary, peer, replies
+from prometheus_client.parser import text_string_to_metric_families
+
+from attnserve import AsyncClient, AttnServeError, Client, OverloadedError
+from attnserve._errors import error_from_status
+from attnserve._requests.reply import Reply
+from attnserve._servers.replicas import Replica
+from attnserve._servers.room import LONGEST, Room
+from attnserve._settings.retry import BUDGET_ALWAYS, RetryPolicy
+from attnserve._transports.multiplexer import Multiplexer
+from attnserve.v1 import attention_pb2 as pb
+
+__all__ = ["transport"]
+
+UNASKED = "was not asked again"
+
+
+def refusal(bound: str, delay: float | None) -> AttnServeError:
+    return error_from_status(full(bound, delay))
+
+
+def delay_of(error: OverloadedError | None) -> float:
+    assert error is not None
+    assert error.retry_delay is not None
+    return error.retry_delay
+
+
+def test_a_refusal_holds_for_as_long_as_it_says() -> None:
+    room = Room()
+    assert room.refusal(10.0, 1) is None
+    room.refused(10.0, refusal("queue_time", 2.0), 100)
+    assert room.until == 12.0
+    error = room.refusal(11.5, 1)
+    assert delay_of(error) == pytest.approx(0.5)
+    assert error is not None
+    assert (error.code, error.reason, error.bound) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "OVERLOADED",
+        "queue_time",
+    )
+    assert str(error).startswith("full; it said so 1.500 s ago")
+    assert len(error.details) == 2, "the delay that it was told is not among them"
+    assert room.refusal(12.0, 1) is None
+
+
+def test_however_long_it_says() -> None:
+    room = Room()
+    room.refused(0.0, refusal("requests", 1e6), 100)
+    assert delay_of(room.refusal(1.0, 1)) == pytest.approx(LONGEST - 1)
+    assert room.refusal(LONGEST, 1) is None
+
+
+def test_a_refusal_says_nothing_of_calls_for_which_there_may_be_room() -> None:
+    room = Room()
+    room.refused(0.0, refusal("bytes", 1.0), 100)
+    assert room.refusal(0.5, 99) is None
+    assert delay_of(room.refusal(0.5, 100)) == pytest.approx(0.5)
+    for nothing in (refusal("flops", 1.0), refusal("caches", 1.0), refusal("requests", None), None):
+        room = Room()
+        room.refused(0.0, nothing, 100)
+        assert room.refusal(0.0, 1000) is None
+
+
+def refused(policy: RetryPolicy) -> Multiplexer[Any]:
+    """A multiplexer whose server has refused a call at 0 s, for one second, and whose budget is used up."""
+    while policy.begun.take(0.0):
+        pass
+    multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
+    multiplexer.add(first := call("first"), 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    multiplexer.resolve(stream, [Reply(first.id, full("requests", 1.0))], 0.0)
+    return multiplexer
+
+
+def test_a_new_call_waits_like_one_that_was_refused() -> None:
+    multiplexer = refused(RetryPolicy(1, random=lambda: 0.0))
+    multiplexer.add(second := call("second"), 0.25)
+    assert not multiplexer.wants_writer
+    assert multiplexer.wakeup == 1.0
+    assert multiplexer.tick(1.0) == []
+    assert [each.attempts for each in (second,)] == [1]
+    sent = message(multiplexer, 1, 1.0)
+    assert sent is not None
+    assert len(sent.calls) == 2, "the first again, and the second"
+    ((owner, error),) = multiplexer.resolve(1, [Reply(second.id, full("requests", 1.0))], 1.0)
+    assert owner is second, "the first that was held back was its first attempt"
+    assert isinstance(error, OverloadedError)
+    assert UNASKED not in str(error)
+
+
+def test_attempts_after_the_first_are_sent() -> None:
+    """They have waited already, and have come from the retry budget."""
+    multiplexer = refused(RetryPolicy(3))
+    moved = call("moved")
+    moved.attempts = 1
+    multiplexer.add(moved, 0.5)
+    sent = message(multiplexer, 1, 0.5)
+    assert sent is not None
+    assert [each.id for each in sent.calls] == [moved.id]
+
+
+@pytest.mark.parametrize("policy", [partial(RetryPolicy, 0), partial(RetryPolicy, 3, longest_delay=0.5)])
+def test_without_retries_or_none_so_late_it_fails_at_once(policy: Callable[[], RetryPolicy]) -> None:
+    multiplexer = refused(policy())
+    multiplexer.add(gone := call("gone"), 0.25)
+    multiplexer.add(second := call("second"), 0.25)
+    assert multiplexer.wakeup == 0.25
+    assert multiplexer.cancel(gone)
+    ((owner, error),) = multiplexer.tick(0.25)
+    assert owner is second
+    assert isinstance(error, OverloadedError)
+    assert delay_of(error) == pytest.approx(0.75)
+    assert (len(multiplexer), multiplexer.tick(0.25)) == (0, [])
+    multiplexer.add(call("third"), 0.5)
+    assert len(multiplexer.close()) == 1
+    multiplexer.add(fourth := call("fourth"), 1.0)
+    stream = multiplexer.opened(1.0)
+    sent = message(multiplexer, stream, 1.0)
+    assert sent is not None
+    assert [each.id for each in sent.calls] == [fourth.id]
+
+
+def test_as_many_are_sent_as_have_been_answered_and_a_few() -> None:
+    policy = RetryPolicy(3)
+    multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
+    multiplexer.add(first := call("first"), 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    multiplexer.resolve(stream, [Reply(first.id, full("requests", 1.0))], 0.0)
+    policy.answered(5, 0.0)
+    for name in range(2 * BUDGET_ALWAYS):
+        multiplexer.add(call(name), 0.5)
+    sent = message(multiplexer, stream, 0.5)
+    assert sent is not None
+    assert len(sent.calls) == BUDGET_ALWAYS + 5
+    assert policy.retried.take(0.5), "that for retries is another"
+
+
+class Full:
+    """A peer that refuses all calls for so many seconds until it is open, and counts them."""
+
+    def __init__(self, delay: float) -> None:
+        self.asked = 0
+        self.open = threading.Event()
+        self._error = full("queue_time", delay)
+
+    def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for data in messages:
+            if self.open.is_set():
+                yield from replies(data)
+                continue
+            for each in pb.AttendStreamRequest.FromString(data).calls:
+                self.asked += 1
+                reply = pb.AttendStreamReply(id=each.id, error=self._error)
+                yield pb.AttendStreamResponse(replies=[reply]).SerializeToString()
+
+    def unary(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        if self.open.is_set():
+            return good_unary(data, context)
+        self.asked += 1
+        context.abort_with_status(rpc_status.to_status(self._error))
+        raise AssertionError("aborted")
+
+
+def test_further_calls_are_told_without_the_server(transport: Transport) -> None:
+    server = Full(delay=60.0)
+    with peer(server.stream, server.unary) as address, Client(address, transport=transport, retries=0) as client:
+        for number in range(BUDGET_ALWAYS + 3):
+            unasked = number > BUDGET_ALWAYS
+            with pytest.raises(OverloadedError) as raised:
+                client.attend(array(1), array(1), array(1), timeout=calls.PATIENCE_S)
+            assert (UNASKED in str(raised.value)) == unasked
+            assert raised.value.bound == "queue_time"
+            assert 0 < delay_of(raised.value) <= (LONGEST if unasked else 60.0)
+    assert server.asked == 1 + BUDGET_ALWAYS
+
+
+def test_they_are_in_tasks(transport: Transport) -> None:
+    server = Full(delay=60.0)
+
+    async def run(address: str) -> list[Any]:
+        async with AsyncClient(address, transport=transport, retries=0) as client:
+            first = await asyncio.gather(client.attend(array(1), array(1), array(1)), return_exceptions=True)
+            more = (client.attend(array(1), array(1), array(1)) for _ in range(100))
+            return first + await asyncio.gather(*more, return_exceptions=True)
+
+    with peer(server.stream, server.unary) as address:
+        errors = asyncio.run(run(address))
+    assert all(isinstance(error, OverloadedError) for error in errors)
+    assert sum(UNASKED in str(error) for error in errors) == 100 - BUDGET_ALWAYS
+    assert server.asked == 1 + BUDGET_ALWAYS
+
+
+def test_they_are_answered_when_it_has_room(transport: Transport) -> None:
+    """Held back at first, then sent, as many as the budget allows."""
+    server = Full(delay=0.05)
+    with peer(server.stream, server.unary) as address, Client(address, transport=transport) as client:
+        first = client.submit(array(0), array(0), array(0))
+        calls.until(lambda: server.asked > 0, "the first call arrives")
+        server.open.set()
+        queries = [array(number) for number in range(1, 2 * BUDGET_ALWAYS)]
+        futures = [first, *(client.submit(query, query, query) for query in queries)]
+        outputs = [future.result(calls.PATIENCE_S).output[0, 0] for future in futures]
+    assert outputs == list(range(2 * BUDGET_ALWAYS))
+
+
+def rejections(server: Server) -> float:
+    """How many requests a server has refused, for whatever reason."""
+    _, page = calls.get(server.http_address, "/metrics")
+    name = "attnserve_rejected_requests_total"
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == name)
+
+
+def test_a_real_server_is_asked_by_few(start_server: Callable[..., Server], transport: Transport) -> None:
+    """Each call is answered, refused by the server, or told by the SDK; and the server is asked again in time."""
+    server = start_server(*PATIENT, "--max-requests", "16", *POOL)
+    long, short = np.ones((1, 2048, 8)), np.ones((1, 1, 8))  # float64: a tenth of a second, and nothing
+    with ExitStack() as clients:
+        others = [clients.enter_context(Client(server.address)) for _ in range(4)]  # a stream may have a quarter
+        client = clients.enter_context(Client(server.address, transport=transport, retries=0))
+        filling = [other.submit(long, long, long, softcap=1.0) for other in 4 * others]
+        in_flight = partial(calls.metric, server.http_address, "attnserve_in_flight_requests")
+        calls.until(lambda: in_flight() == 16, "the server is full")
+        outcomes = []
+        while not outcomes or outcomes[-1] is None:  # the server may answer one, between two of the others'
+            outcomes.append(client.submit(short, short, short).exception(calls.PATIENCE_S))
+        outcomes += [client.submit(short, short, short).exception(calls.PATIENCE_S) for _ in range(200)]
+        errors = [error for error in outcomes if error is not None]
+        assert all(isinstance(error, OverloadedError) for error in errors)
+        unasked = sum(UNASKED in str(error) for error in errors)
+        assert rejections(server) + unasked == len(errors)
+        assert unasked > 100
+        assert all(future.result(calls.PATIENCE_S) for future in filling)
+        calls.until(lambda: client.submit(short, short, short).exception() is None, "it has room again")
