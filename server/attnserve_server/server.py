@@ -73,6 +73,10 @@ LAST_CALLS_S = 0.05
 """How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
 begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
 """
+STOP_S = 3.0
+"""How long gRPC may take to stop, of which one second is for what callers are told last: it waits up to 20 s for each
+connection that stands still.
+"""
 FAREWELL_S = 5.0
 """How long a server whose device failed waits until its callers have been told."""
 STREAM_SHARE = 4
@@ -86,6 +90,10 @@ class Server:
     def __init__(self, config: Config, open_device: OpenDevice = configured_device) -> None:
         self._config = config
         self.device = open_device(config)
+        self.cuts_off = False
+        """Whether it ends, or has ended, with replies unsent."""
+        self.hangs = False
+        """Whether gRPC has not stopped: it still waits for a connection."""
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
@@ -233,6 +241,7 @@ class Server:
         await asyncio.sleep(self._config.drain_delay)
         self.health.refuse()
         if not await self.engine.drain(self._config.drain_grace):
+            self.cuts_off = True
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
         await asyncio.sleep(LAST_CALLS_S)
         self._service.end_streams()
@@ -248,7 +257,11 @@ class Server:
         if self._watchdog is not None:
             self._watchdog.stop()
         self.health.close()
-        await self._grpc.stop(1.0)
+        try:
+            await asyncio.wait_for(self._grpc.stop(1.0), STOP_S)
+        except TimeoutError:
+            logger.warning("connections that stand still are cut off")
+            self.hangs = True
         await self._http.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

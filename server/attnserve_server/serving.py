@@ -34,15 +34,16 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
     """
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        status = runner.run(_serve(config, open_device, loop))
-    if status:
-        logging.shutdown()
-        # Threads that compute cannot be interrupted, and Python would wait for them.
-        os._exit(status)
+        status, at_once = runner.run(_serve(config, open_device, loop))
+        if at_once:
+            logging.shutdown()
+            os._exit(status)
 
 
-async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> int:
-    """Serves; returns the exit status."""
+async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tuple[int, bool]:
+    """Serves; returns the exit status, and whether to exit at once: threads that compute, or gRPC that waits for
+    connections, cannot be interrupted, and Python would wait for them.
+    """
     stopping, interrupted, startup = asyncio.Event(), asyncio.Event(), Startup(config.log_format)
 
     def interrupt() -> None:
@@ -87,15 +88,18 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> in
             signal.signal(number, signal.SIG_IGN)
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
-        return FAILED
+        return FAILED, True
     if interrupted.is_set():
         logger.warning("interrupted while draining: what was in flight is cut off")
-        return CUT_OFF
+        return CUT_OFF, True
     if server.engine.stuck:
         logger.warning("requests that were still being computed are cut off")
-        return CUT_OFF
+        return CUT_OFF, True
+    if server.cuts_off:
+        logger.warning("replies that had not been sent are cut off")
+        return CUT_OFF, True
     if server.registry.is_reading:
         logger.warning("layers that were still being read are given up")
-        return CUT_OFF
+        return CUT_OFF, True
     logger.info("ended")  # if this line is missing, the process was killed
-    return 0
+    return 0, server.hangs

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import calls
@@ -14,6 +15,7 @@ import grpc
 import messages
 import pytest
 from conftest import Server
+from dam import Dam
 from occupied import Occupied
 
 from attnserve.v1 import attention_pb2 as pb
@@ -125,6 +127,40 @@ def test_who_does_not_read_replies_holds_bounded_memory_and_stops_nobody(
             calls.assert_answers(pb.AttendResponse.FromString(reply), request)
         assert in_flight() <= bound
         stream.vanish()
+        calls.until_nothing_is_in_flight(server.http_address)
+
+
+def test_unary_replies_that_do_not_arrive_count_until_they_do(start_server: Callable[..., Server]) -> None:
+    """A caller asks for 320 MiB of replies on a connection that stands still; the server may hold 48 MiB."""
+    bound = 48 << 20
+    server = start_server("--max-bytes", str(bound), "--max-message-bytes", "16MiB", "--cache-bytes", "1MiB")
+    large = messages.random_attend(0, 1024, kv_length=1024, heads=2, width=1, return_scores=pb.SCORE_STAGE_WEIGHTS)
+
+    def metric(name: str, **labels: str) -> float:
+        return calls.metric(server.http_address, f"attnserve_{name}", **labels)
+
+    with (
+        Dam(server.address) as dam,
+        grpc.insecure_channel(dam.address, OPTIONS) as slow,
+        grpc.insecure_channel(server.address, OPTIONS) as other,
+    ):
+        grpc.channel_ready_future(slow).result(calls.PATIENCE_S)
+        dam.shut()
+        replies = [calls.unary_future(slow, "Attend", large.SerializeToString()) for _ in range(40)]
+        until = partial(metric, "requests_total", operation="attend", code="RESOURCE_EXHAUSTED")
+        calls.until(lambda: until() > 0, "the server is full of replies")
+        calls.until(lambda: metric("queue_requests") == 0, "all are computed")
+        held = metric("in_flight_requests")
+        assert 0 < held <= bound / (8 << 20)
+        assert metric("in_flight_bytes") <= bound
+        request = messages.random_attend(1)
+        reply = calls.unary(other, "Attend", request.SerializeToString())
+        calls.assert_answers(pb.AttendResponse.FromString(reply), request)
+        assert metric("in_flight_requests") >= held, "none has arrived"
+        dam.open()
+        codes = [each.code() for each in replies]
+        assert codes.count(grpc.StatusCode.OK) >= held
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         calls.until_nothing_is_in_flight(server.http_address)
 
 

@@ -22,6 +22,7 @@ import messages
 import numpy as np
 import pytest
 from conftest import POOL
+from dam import Dam
 from google.rpc import code_pb2
 from occupied import PATIENT, Occupied
 
@@ -103,6 +104,25 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
             assert refused.code() == grpc.StatusCode.UNAVAILABLE
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
+
+
+@pytest.mark.parametrize("code", [0, CUT_OFF])
+def test_a_unary_reply_on_its_way_is_awaited(start_server: Callable[..., Server], code: int) -> None:
+    """Within the grace: a connection that stands still for longer is cut off."""
+    server = start_server("--drain-grace", "100ms" if code else "60s")
+    with Dam(server.address) as dam, grpc.insecure_channel(dam.address, calls.ANY_LENGTH) as channel:
+        grpc.channel_ready_future(channel).result(calls.PATIENCE_S)
+        dam.shut()
+        request = calls.large_reply()
+        reply = calls.unary_future(channel, "Attend", request.SerializeToString())
+        answered = partial(calls.metric, server.http_address, "attnserve_requests_total", operation="attend", code="OK")
+        calls.until(lambda: answered() == 1, "it is answered")
+        server.process.send_signal(signal.SIGTERM)
+        calls.until(lambda: "draining" in server.stderr(), "it drains")
+        if not code:
+            dam.open()
+            calls.assert_answers(pb.AttendResponse.FromString(reply.result()), request)
+        assert server.process.wait(calls.PATIENCE_S) == code
 
 
 async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_cancelled() -> None:

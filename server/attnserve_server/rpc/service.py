@@ -27,7 +27,7 @@ from attnserve_server.rpc.rpcs import Context, Rpcs
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Entry, Outcome
+from attnserve_server.scheduling.entry import Entry, Held, Outcome
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
@@ -103,7 +103,7 @@ class AttentionService:
         try:
             caller = self._rpcs.callers.identify(context)
             caller.require("use")
-            reply = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
+            reply, held = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)
             self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
@@ -115,6 +115,7 @@ class AttentionService:
             if trace is not None:
                 trace.finish("CANCELLED", perf_counter())
             raise
+        context.add_done_callback(lambda _: self._engine.release(held))  # gRPC has sent the reply, or never will
         self._metrics.sent(len(reply))
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
@@ -127,15 +128,14 @@ class AttentionService:
         arrival: float,
         timeout: float | None,
         trace: Trace | None = None,
-    ) -> bytes:
-        """The reply to a unary call. Raises RequestError."""
+    ) -> tuple[bytes, Held]:
+        """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
         learns = False
         if self._fast_path is not None and trace is None and read is self._readers["attend"]:
             answered = self._fast_path.answer_request(caller, message, arrival, timeout)
             if answered is not None:
                 self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
-                self._engine.release(answered)
-                return answered.message
+                return answered.message, answered
             learns = self._fast_path.lacks_layout
         self._engine.check(caller.share, len(message))
         request = read(caller, message, 0, len(message))
@@ -171,9 +171,10 @@ class AttentionService:
             if trace is not None:
                 trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
             self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
-            return reply_message
-        finally:
+            return reply_message, entry
+        except BaseException:
             self._engine.release(entry)
+            raise
 
     async def _attend_stream(self, _: object, context: Context) -> None:
         self._metrics.stream_opened()

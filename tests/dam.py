@@ -1,0 +1,66 @@
+"""A connection whose replies stop on the way: a caller on a network that stands still, or who does not read.
+
+In: the address of a server. Out: another address, by which it is reached; what it sends is held back from `shut` to
+`open`. What is sent to it always passes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from typing import Final, Self
+
+CHUNK: Final = 1 << 16
+
+
+class Dam:
+    """Carries connections to a server, each with two threads, until the block ends."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._server = host, int(port)
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def shut(self) -> None:
+        """From now on no reply arrives."""
+        self._flows.clear()
+
+    def open(self) -> None:
+        """From now on replies arrive, with those that were held back."""
+        self._flows.set()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.close()
+        self.open()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the block has ended
+            while True:
+                caller, _ = self._listener.accept()
+                server = socket.socket()
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK)  # or the system would hold megabytes
+                server.connect(self._server)
+                self._ends += [caller, server]
+                for ends in ((caller, server), (server, caller)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):  # either end has closed
+            while data := source.recv(CHUNK):
+                if source.getpeername() == self._server:
+                    self._flows.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
