@@ -16,7 +16,7 @@ from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.register import GIVEN_UP_SECONDS, MAX_GIVEN_UP
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
+from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded, ShareExceeded
 
 
 def test_pages_must_be_aligned() -> None:
@@ -178,6 +178,43 @@ def test_there_are_as_many_caches_as_there_may_be() -> None:
     assert leased.gone
     assert store.list(None, 3.0) == [lasting, fork]
     assert store.counts.evictions["caches"] == 1
+
+
+def test_a_named_caller_leaves_room_for_another() -> None:
+    """The first takes all that it can get, then the second; each still gets one when the other gives some up."""
+    store = store_of(4, max_caches=100)
+    first: list[Cache] = []
+    second: list[Cache] = []
+    for owner, caches in (("first", first), ("second", second)):
+
+        def take_all(owner: str = owner, caches: list[Cache] = caches) -> None:
+            while True:
+                made = store.fork(caches[0], None, 0.0) if len(caches) % 2 else store.create(SHAPE, None, 0.0, owner)
+                caches.append(made)
+
+        with pytest.raises(ShareExceeded) as error:
+            take_all()
+        assert error.value.bound == "caches"
+    assert (len(first), len(second)) == (89, 10)
+    for cache in first[:50]:
+        store.delete(cache)
+    assert store.create(SHAPE, None, 0.0, "first").owner == "first"
+    assert store.create(SHAPE, None, 0.0, "second").owner == "second"
+    leased = store_of(4, max_caches=10)
+    for _ in range(9):
+        leased.create(SHAPE, 1.0, 0.0, "first")
+    with pytest.raises(ShareExceeded):
+        leased.create(SHAPE, 1.0, 0.5, "first")
+    assert leased.create(SHAPE, 1.0, 1.0, "first"), "what has expired makes room"
+
+
+def test_callers_without_a_name_share_all_room() -> None:
+    store = store_of(4, max_caches=10)
+    for _ in range(10):
+        store.create(SHAPE, None, 0.0)
+    with pytest.raises(Overloaded) as error:
+        store.create(SHAPE, None, 0.0)
+    assert not isinstance(error.value, ShareExceeded)
 
 
 def test_a_fork_does_not_take_the_room_of_what_it_forks() -> None:

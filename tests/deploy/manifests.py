@@ -35,6 +35,8 @@ AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
 
 PROCESS_BYTES = 300 << 20
 """Memory of a server without its cache pool, measured after start on a CPU."""
+LAYER_BYTES = 270
+"""What a layer of a cache takes outside the pool."""
 COPIES = 3
 """The most memory seen in use by a large request as it arrives, in multiples of its size: gRPC holds it in pieces, then
 it is joined, and memory freed between other blocks cannot always be reused."""

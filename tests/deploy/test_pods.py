@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from manifests import (
     COPIES,
     DEPLOY,
+    LAYER_BYTES,
     POD,
     PROCESS_BYTES,
     Rendered,
@@ -188,7 +189,8 @@ def test_memory_holds_what_the_settings_allow(rendered: Rendered) -> None:
     )
     caches = config.cache_bytes  # on a GPU they are in its memory, so 0 here
     assert caches or config.device == "cuda"
-    assert limit >= PROCESS_BYTES + caches + COPIES * config.max_bytes + in_memory
+    tables = config.max_caches * config.max_cache_layers * LAYER_BYTES
+    assert limit >= PROCESS_BYTES + caches + tables + COPIES * config.max_bytes + in_memory
     # Several of the largest messages may arrive at once; those beyond the limit are rejected.
     assert config.max_bytes >= 8 * config.max_message_bytes
     # A server that relies on memory beyond its request gets killed when others need that memory.

@@ -7,7 +7,7 @@ a cache is the store's affair (`store.py`); here its pages are only released.
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,7 +16,7 @@ from attnserve_server.caches.counts import Counts, EvictionReason
 from attnserve_server.caches.layer import CacheLayer, clear
 from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
+from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded, ShareExceeded
 
 MIN_RETRY_DELAY: Final = 0.05
 MAX_RETRY_DELAY: Final = 10.0
@@ -24,6 +24,10 @@ NAME_BYTES: Final = 18
 """Random bytes in a name: more than anybody can guess, and 24 characters."""
 GIVEN_UP_SECONDS: Final = 300.0
 """How long a request that was given up cannot make a cache: longer than a request is in transit."""
+SHARE: Final = 8
+"""A named caller may have this many times as many caches as there may still be, so that others always find room: eight
+ninths of all if it is alone (as in `scheduling.admission`).
+"""
 MAX_GIVEN_UP: Final = 1 << 14
 """How many of these requests are remembered: the latest."""
 
@@ -40,6 +44,8 @@ class Register:
         self.tokens = 0
         """The tokens of all layers of all caches; shared ones count once for each cache."""
         self._caches: dict[str, Cache] = {}
+        self._owned: Counter[str | None] = Counter()
+        """How many caches each owner has."""
         self._made: dict[tuple[str | None, bytes], Cache] = {}
         """By their owners and the ids of the requests that made them."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
@@ -115,10 +121,15 @@ class Register:
         cache.renew(now)
         self._let_go(cache)
 
-    def _make_room_for_one(self, now: float) -> None:
-        while len(self._caches) >= self.max_caches:
+    def _make_room_for_one(self, owner: str | None, now: float) -> None:
+        while True:
+            left = self.max_caches - len(self._caches)
+            has_its_share = owner is not None and self._owned[owner] > SHARE * left
+            if left > 0 and not has_its_share:
+                return
             if not self._evict_oldest(now, "caches"):
-                raise Overloaded("caches", self.max_caches, self._retry_delay(now))
+                kind = Overloaded if left <= 0 else ShareExceeded
+                raise kind("caches", self.max_caches, self._retry_delay(now))
 
     def _enter(
         self,
@@ -133,6 +144,7 @@ class Register:
         name = secrets.token_urlsafe(NAME_BYTES)
         cache = Cache(name, owner, shape, self.page_bytes, layers, ttl, now, request_id, parent)
         self._caches[cache.name] = cache
+        self._owned[owner] += 1
         if request_id:
             self._made[owner, request_id] = cache
         self._leases.enter(cache)
@@ -157,6 +169,9 @@ class Register:
     def _remove(self, cache: Cache) -> None:
         cache.gone = True
         del self._caches[cache.name]
+        self._owned[cache.owner] -= 1
+        if not self._owned[cache.owner]:
+            del self._owned[cache.owner]
         if self._made.get((cache.owner, cache.request_id)) is cache:
             del self._made[cache.owner, cache.request_id]
         self._leases.leave(cache)

@@ -74,15 +74,16 @@ class CacheStore(Register):
         self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
     ) -> Cache:
         """An empty cache, or the one that a request with this id has already made. Raises Overloaded if there are
-        `max_caches` already, Cancelled if the request was given up, and InvalidRequest if a page cannot hold a token,
-        there would be too many layers, or the id belongs to another request.
+        `max_caches` already, or the owner has its share of them; Cancelled if the request was given up; and
+        InvalidRequest if a page cannot hold a token, there would be too many layers, or the id belongs to another
+        request.
         """
         if (made := self.made_by(owner, request_id, now, shape=shape, parent=None)) is not None:
             return made
         if shape.layers > self._max_layers:
             raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, LIMIT_EXCEEDED)
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
-        self._make_room_for_one(now)
+        self._make_room_for_one(owner, now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
         cache = self._enter(shape, layers, ttl, now, owner, request_id)
         self.counts.created += 1
@@ -105,7 +106,7 @@ class CacheStore(Register):
         self.hold(cache, now)
         try:
             # Before the layers are forked: pages held for a refused fork would never be freed.
-            self._make_room_for_one(now)
+            self._make_room_for_one(cache.owner, now)
         finally:
             self.release(cache, now)
         if waited is not None:
