@@ -351,6 +351,36 @@ def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) 
     assert "_created" not in text
 
 
+@pytest.mark.parametrize(
+    ("method", "operation", "message", "code"),
+    [
+        ("AttentionService/ServerInfo", "server_info", b"", "OK"),
+        ("AttentionService/ServerInfo", "server_info", b"\xff", "INVALID_ARGUMENT"),
+        ("CacheService/Create", "create", b"", "INVALID_ARGUMENT"),
+        ("CacheService/List", "list", b"", "OK"),
+        ("CacheService/Delete", "delete", b"\x0a\x01x", "OK"),
+        ("LayerService/List", "list_layers", b"", "OK"),
+        ("LayerService/Get", "get_layer", b"\x0a\x01x", "NOT_FOUND"),
+        ("LayerService/Load", "load_layers", b"", "INVALID_ARGUMENT"),
+        ("LayerService/Unload", "unload_layers", b"", "INVALID_ARGUMENT"),
+    ],
+)
+def test_requests_without_tensors_are_counted_too(
+    server: Server, method: str, operation: str, message: bytes, code: str
+) -> None:
+    def counted() -> list[float]:
+        answered = calls.metric(server.http_address, "attnserve_requests_total", operation=operation, code=code)
+        name = "attnserve_request_duration_seconds_count"
+        timed = calls.metric(server.http_address, name, operation=operation)
+        return [answered, timed, calls.metric(server.http_address, "attnserve_received_bytes_total")]
+
+    before = counted()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(f"/attnserve.v1.{method}").future(message, timeout=calls.PATIENCE_S)
+        assert call.code().name == code
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, len(message)]
+
+
 def test_counters_show_what_those_of_prometheus_would() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain = Counter("plain_total", "Without labels.", ours)

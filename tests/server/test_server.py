@@ -102,6 +102,11 @@ def test_a_draining_server_refuses_what_is_new(start_server: Callable[..., Serve
                 ask()
             refused: Any = caught.value
             assert refused.code() == grpc.StatusCode.UNAVAILABLE
+        # The error ratio (deploy/monitoring/rules.yaml) subtracts one from the other.
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="draining") == 4
+        for operation in ("attend_stream", "attend", "create", "load_layers"):
+            labels = {"operation": operation, "code": "UNAVAILABLE"}
+            assert calls.metric(server.http_address, "attnserve_requests_total", **labels) == 1
         replies = {reply.id: reply.error.code for reply in stream.rest()}
     assert replies == {1: 0, 9: code_pb2.UNAVAILABLE}
 

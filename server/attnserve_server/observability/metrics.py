@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from attnserve_server.observability.health import Health
     from attnserve_server.requests.work import Phases
 
-OPERATIONS: Final = ("attend", "attend_stream", "apply", "apply_stream", "append", "fork", "get", "truncate")
-"""What a caller can ask for: attention or a layer, by itself or as one call of a stream, and the operations that wait
-for their turn on a cache."""
+OPERATIONS: Final = (
+    *("attend", "attend_stream", "apply", "apply_stream"),
+    *("append", "fork", "get", "truncate", "create", "list", "delete"),
+    *("list_layers", "get_layer", "load_layers", "unload_layers", "server_info"),
+)
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream; the operations on caches; those
+on layers; and what the server is.
+"""
 
 CODES: Final = (
     "OK",

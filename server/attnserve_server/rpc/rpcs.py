@@ -6,8 +6,10 @@ server.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -50,10 +52,12 @@ class Rpcs:
     ) -> Handler:
         """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` may raise RequestError.
 
-        It is for callers with one of the roles.
+        It is for callers with one of the roles. `operation` is its name in metrics and in the log.
         """
 
         async def handle(data: bytes, context: Context) -> bytes:
+            arrival = perf_counter()
+            self._metrics.received(len(data))
             caller: Caller | None = None
             try:
                 caller = self.callers.identify(context)
@@ -61,9 +65,17 @@ class Rpcs:
                 reply = answer(caller, parsed(request_type, data))
                 if inspect.isawaitable(reply):
                     reply = await reply
-                return reply.SerializeToString()
-            except Exception as error:
-                return await self.refuse(context, operation, error_for_caller(error), caller)
+                message = reply.SerializeToString()
+            except Exception as raised:
+                error = error_for_caller(raised)
+                self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
+                return await self.refuse(context, operation, error, caller)
+            except asyncio.CancelledError:
+                self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
+                raise
+            self._metrics.sent(len(message))
+            self._metrics.finished(operation, "OK", perf_counter() - arrival)
+            return message
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
