@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.observability import logs
 from attnserve_server.settings import command_line
-from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import StartError
 from attnserve_server.startup import Startup, surroundings
 
@@ -41,11 +40,12 @@ def _for_good() -> Iterator[None]:
 
 def start(arguments: Sequence[str]) -> int:
     """Runs the server until it is told to stop, and returns the exit status."""
-    config: Config | None = None
+    log_format = command_line.log_format(arguments, os.environ)
+    logs.configure("info", log_format)
+    logs.take_over()
     try:
         config = command_line.load(arguments, os.environ)
         logs.configure(config.log_level, config.log_format)
-        logs.take_over()
         for name, meant in command_line.misspelled(os.environ):
             logger.warning("%s is no setting: %s is", name, meant)
         for module in ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors"):
@@ -67,8 +67,8 @@ def start(arguments: Sequence[str]) -> int:
 
         run(config)
     except StartError as error:
-        if config is not None and config.log_format == "json":
-            logger.critical("attnserve-server: %s", error)
+        if log_format == "json":
+            logger.critical("attnserve-server: %s", str(error))
         else:
             print(f"attnserve-server: {error}", file=sys.stderr)
         return error.exit_status

@@ -80,6 +80,29 @@ def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "why"),
+    [
+        (["--log-format", "json", "--drain-grace=abc"], {}, "--drain-grace: expected a duration"),
+        ([], {"ATTNSERVE_LOG_FORMAT": "json", "ATTNSERVE_DRAIN_GRACE": "abc"}, "ATTNSERVE_DRAIN_GRACE: expected"),
+        (["--gpu", "--log-format=json"], {}, "unrecognized arguments: --gpu"),
+        (["--listen", "0.0.0.0:0"], {"ATTNSERVE_LOG_FORMAT": "json"}, "listen: expected loopback"),
+    ],
+)
+def test_a_wrong_setting_is_json_for_machines(argv: list[str], environ: dict[str, str], why: str) -> None:
+    done = run(*argv, **environ)
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, done.stdout, line["level"]) == (2, "", "critical")
+    assert line["message"].startswith(f"attnserve-server: {why}")
+
+
+@pytest.mark.parametrize("given", ["xml", ""])
+def test_a_wrong_log_format_is_text(given: str) -> None:
+    done = run("--log-format", given, ATTNSERVE_LOG_FORMAT="json")
+    expected = f"attnserve-server: --log-format: expected text or json, found {given!r}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
 def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
     """Asserts that a server with these flags exits before it is ready, saying only why. `before` runs first in it."""
     addresses = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu")

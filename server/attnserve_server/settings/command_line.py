@@ -53,6 +53,18 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return Config(**values, _given=given)
 
 
+def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """How to say what is wrong with the rest of a command line and an environment: the configured `log_format`, or the
+    default if that is wrong itself.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag("log_format"), nargs="?")
+    given = parser.parse_known_args(list(argv))[0].log_format
+    text = environ.get(variable("log_format")) if given is None else given
+    (setting,) = (item for item in settings() if item.name == "log_format")
+    return text if kind_of(setting).valid(text) else str(setting.default)
+
+
 def flag(name: str) -> str:
     """The flag of a setting."""
     return "--" + name.replace("_", "-")
