@@ -182,6 +182,17 @@ def test_a_server_for_other_machines_must_be_told_whom_it_is_for(listen: str) ->
         assert not Config(listen=listen, **given).is_local
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:8002", "[::]:8002", "192.0.2.1:0", "example.org:1"])
+def test_metrics_for_other_machines_must_have_readers(listen: str) -> None:
+    tls = {"tls_certificate": "c", "tls_key": "k"}
+    for given in ({}, tls, tls | {"tls_client_ca": "a"}):
+        expected = r"^http_listen: expected loopback, because none of http_tls, callers and insecure is given, found"
+        with pytest.raises(ConfigError, match=expected):
+            Config(http_listen=listen, **given)
+    for given in ({"insecure": True}, {"callers": "f"}, tls | {"http_tls": True}):
+        assert not Config(http_listen=listen, **given).is_http_local  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1", "unix:/tmp/s", "unix:///s"])
 def test_a_server_for_this_machine_need_not(listen: str) -> None:
     assert Config(listen=listen).is_local

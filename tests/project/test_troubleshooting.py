@@ -129,6 +129,7 @@ def test_servers_that_do_not_start(server: Server) -> None:
     messages = []
     for flags, status in (
         (["--listen", "0.0.0.0:0"], 2),
+        (["--http-listen", "0.0.0.0:0"], 2),
         (["--listen", server.address], 1),
         (["--listen", "127.0.0.1:0", "--device", "cuda:99"], 1),
     ):

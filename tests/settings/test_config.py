@@ -43,7 +43,7 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
 
 def test_callers_are_told_every_setting_but_no_path_and_no_address() -> None:
     private = {"listen": "unix:/run/secret.sock", "http_listen": "10.1.2.3:8002", "layers": "/secret/layers.toml"}
-    argv = [f"--{name.replace('_', '-')}={value}" for name, value in private.items()]
+    argv = ["--insecure", *(f"--{name.replace('_', '-')}={value}" for name, value in private.items())]
     told = {each.name: each for each in command_line.load(argv, {"ATTNSERVE_MAX_REQUESTS": "7"}).effective()}
     assert list(told) == [item.name for item in settings()]
     assert (told["max_requests"].value, told["max_requests"].source) == ("7", "environment")
@@ -188,22 +188,25 @@ def test_a_pool_has_a_page() -> None:
 EVERYBODY = "anybody who can reach example:8001 may use the server: callers are not identified"
 CLEAR = "traffic on example:8001 is not encrypted"
 METRICS = "traffic on example:8002 is not encrypted, tokens that may read the metrics included"
+READERS = "anybody who can reach example:8002 may read the metrics: callers are not identified"
 TLS_FILES = {"tls_certificate": "a.pem", "tls_key": "a.key"}
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"insecure": True}, [EVERYBODY, CLEAR]),
+        ({"insecure": True}, [EVERYBODY, CLEAR, READERS]),
+        ({"insecure": True, "http_listen": "127.0.0.1:8002"}, [EVERYBODY, CLEAR]),
         ({"callers": "c.toml"}, [CLEAR + ", tokens included", METRICS]),
         ({"callers": "c.toml", "http_listen": "127.0.0.1:8002"}, [CLEAR + ", tokens included"]),
-        (TLS_FILES, [EVERYBODY]),
-        (TLS_FILES | {"insecure": True}, [EVERYBODY]),
-        (TLS_FILES | {"tls_client_ca": "ca.pem"}, []),
+        (TLS_FILES | {"http_tls": True}, [EVERYBODY, READERS]),
+        (TLS_FILES | {"insecure": True}, [EVERYBODY, READERS]),
+        (TLS_FILES | {"tls_client_ca": "ca.pem", "http_tls": True}, [READERS]),
+        (TLS_FILES | {"tls_client_ca": "ca.pem", "http_listen": "[::1]:8002"}, []),
         (TLS_FILES | {"callers": "c.toml"}, [METRICS]),
         (TLS_FILES | {"callers": "c.toml", "http_tls": True}, []),
         ({"listen": "127.0.0.1:8001", "callers": "c.toml"}, [METRICS]),
-        ({"listen": "unix:/run/a.sock", "insecure": True}, []),
+        ({"listen": "unix:/run/a.sock", "insecure": True}, [READERS]),
     ],
 )
 def test_what_is_said_to_be_open_is(given: dict[str, Any], said: list[str]) -> None:

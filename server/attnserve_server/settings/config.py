@@ -68,7 +68,8 @@ class Config:
     insecure: bool = _setting(
         kinds.TRUTH,
         False,
-        "Whether gRPC may be served beyond this machine with neither `tls_certificate` nor `callers`: to anybody.",
+        "Whether gRPC may be served beyond this machine with neither `tls_certificate` nor `callers`, and the metrics "
+        "with neither `http_tls` nor `callers`: to anybody.",
     )
     http_tls: bool = _setting(
         kinds.TRUTH,
@@ -294,11 +295,22 @@ class Config:
                 "loopback or a unix socket, because none of tls_certificate, callers and insecure is given",
                 self.listen,
             )
+        if not (self.is_http_local or self.http_tls or self.callers or self.insecure):
+            raise ConfigError(
+                "http_listen",
+                "loopback, because none of http_tls, callers and insecure is given",
+                self.http_listen,
+            )
 
     @property
     def is_local(self) -> bool:
         """Whether gRPC is served only to this machine."""
         return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
+
+    @property
+    def is_http_local(self) -> bool:
+        """Whether metrics and health are served over HTTP only to this machine."""
+        return units.parse_address(self.http_listen).is_loopback
 
     def sources(self) -> dict[str, Source]:
         """Where each setting's value came from."""

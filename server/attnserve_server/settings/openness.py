@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnserve_server.settings import units
 from attnserve_server.settings.config import Config
 
 
@@ -18,5 +17,8 @@ def openness(config: Config) -> Iterator[str]:
             yield f"anybody who can reach {config.listen} may use the server: callers are not identified"
         if not config.tls_certificate:
             yield f"traffic on {config.listen} is not encrypted" + ", tokens included" * bool(config.callers)
-    if config.callers and not config.http_tls and not units.parse_address(config.http_listen).is_loopback:
-        yield f"traffic on {config.http_listen} is not encrypted, tokens that may read the metrics included"
+    if not config.is_http_local:
+        if not config.callers:
+            yield f"anybody who can reach {config.http_listen} may read the metrics: callers are not identified"
+        elif not config.http_tls:
+            yield f"traffic on {config.http_listen} is not encrypted, tokens that may read the metrics included"
