@@ -32,7 +32,7 @@ class Served:
     """A service with CACHES caches, each with a token, and a record of what is done to which and of others' turns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
-        monkeypatch.setattr(cache_service, "MAX_TURN_SECONDS", patience)
+        monkeypatch.setattr(cache_service, "TURN_SECONDS", patience)
         monkeypatch.setattr(cache_service, "describe", self._recorded(cache_service.describe))
         monkeypatch.setattr(CacheStore, "delete", self._recorded(CacheStore.delete))
         self.events: list[str] = []

@@ -24,12 +24,16 @@ from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc.rpcs import Rpcs, parsed
 from attnserve_server.rpc.service import AttentionService, Read
-from attnserve_server.rpc.stream import MAX_TURN_SECONDS
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 MAX_REQUEST_ID: Final = 64
 """The most bytes of an id by which a request is recognised if it is sent again."""
+
+TURN_SECONDS: Final = 0.001
+"""About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
+turns.
+"""
 
 T = TypeVar("T")
 
@@ -61,7 +65,7 @@ class CacheService:
         answering = self._rpcs.answering
         handlers = {
             "Create": answering("create", pb.CacheServiceCreateRequest, self._create, "use"),
-            "List": answering("list", pb.CacheServiceListRequest, self._list, "use"),
+            "List": answering("list", pb.CacheServiceListRequest, self._list, "use", one_at_a_time=True),
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
         }
         for name, read in at_its_turn.items():
@@ -83,12 +87,18 @@ class CacheService:
         )
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
-    async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> pb.CacheServiceListResponse:
+    async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> bytes:
+        """The reply, serialised piece by piece: as a whole that would take the loop too long."""
         store = self._host.store
         found = _with_turns(store.list(caller.name, monotonic()))
-        caches = [describe(self._host, cache) async for cache in found if not cache.gone]
+        caches = [
+            pb.CacheServiceListResponse(caches=[describe(self._host, cache)]).SerializeToString()
+            async for cache in found
+            if not cache.gone
+        ]
         free_bytes = store.free_pages * store.page_bytes
-        return pb.CacheServiceListResponse(caches=caches, pool_bytes=store.pool_bytes, free_bytes=free_bytes)
+        sizes = pb.CacheServiceListResponse(pool_bytes=store.pool_bytes, free_bytes=free_bytes)
+        return b"".join((*caches, sizes.SerializeToString()))
 
     async def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
         store = self._host.store
@@ -143,7 +153,7 @@ async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
     turn = perf_counter()
     for item in items:
         yield item
-        if perf_counter() - turn > MAX_TURN_SECONDS:
+        if perf_counter() - turn > TURN_SECONDS:
             await asyncio.sleep(0)
             turn = perf_counter()
 

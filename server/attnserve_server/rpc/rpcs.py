@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
 from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
@@ -30,9 +31,46 @@ from attnserve_server.rpc.refusals import Refusals, request_id_of
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 M = TypeVar("M", bound=Message)
+Reply: TypeAlias = Message | bytes
 
 MAX_PLAIN_BYTES: Final = 4 << 20
 """The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
+
+
+class CallerTurns:
+    """Turns of callers, each of which has at most one at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        """Of each caller that has a turn: its calls that wait for the next one."""
+
+    @property
+    def callers(self) -> int:
+        """How many callers have a turn."""
+        return len(self._waiting)
+
+    async def take(self, caller: Hashable) -> Callable[[object], None]:
+        """Waits for a turn; returns what ends it, to be called once with anything."""
+        waiting = self._waiting.get(caller)
+        if waiting is None:
+            self._waiting[caller] = deque()
+        else:
+            waiting.append(turn := asyncio.get_running_loop().create_future())
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it came as the call was cancelled
+                    self._end(caller)
+                raise
+        return lambda _: self._end(caller)
+
+    def _end(self, caller: Hashable) -> None:
+        waiting = self._waiting[caller]
+        while waiting:
+            if not (turn := waiting.popleft()).done():
+                turn.set_result(None)
+                return
+        del self._waiting[caller]
 
 
 class Rpcs:
@@ -47,13 +85,17 @@ class Rpcs:
         self,
         operation: str,
         request_type: type[M],
-        answer: Callable[[Caller, M], Message | Awaitable[Message]],
+        answer: Callable[[Caller, M], Reply | Awaitable[Reply]],
         *roles: Role,
+        one_at_a_time: bool = False,
     ) -> Handler:
-        """The handler of a unary RPC that is answered at once, or by a coroutine. `answer` may raise RequestError.
+        """The handler of a unary RPC that is answered at once, or by a coroutine, with a message or with what it is
+        when serialised. `answer` may raise RequestError.
 
-        It is for callers with one of the roles. `operation` is its name in metrics and in the log.
+        It is for callers with one of the roles. `operation` is its name in metrics and in the log. If `one_at_a_time`,
+        a caller's next call waits until gRPC has sent the reply to the one before: replies are long.
         """
+        turns = CallerTurns()
 
         async def handle(data: bytes, context: Context) -> bytes:
             arrival = perf_counter()
@@ -62,10 +104,12 @@ class Rpcs:
             try:
                 caller = self.callers.identify(context)
                 caller.require(*roles)
+                if one_at_a_time:
+                    context.add_done_callback(await turns.take(caller.share))
                 reply = answer(caller, parsed(request_type, data))
                 if inspect.isawaitable(reply):
                     reply = await reply
-                message = reply.SerializeToString()
+                message = reply if isinstance(reply, bytes) else reply.SerializeToString()
             except Exception as raised:
                 error = error_for_caller(raised)
                 self._metrics.finished(operation, error.code.name, perf_counter() - arrival)

@@ -1,0 +1,80 @@
+"""RPCs of which a caller has one at a time: the next begins when the reply to the one before has been sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from calls import ANY_LENGTH, PATIENCE_S
+from dam import Dam
+from grpc import aio, method_handlers_generic_handler
+
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import Caller, Callers
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc.rpcs import CallerTurns, Rpcs
+
+
+async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() -> None:
+    turns, had = CallerTurns(), []
+
+    async def take(caller: str, number: int) -> Any:
+        end = await turns.take(caller)
+        had.append((caller, number))
+        return end
+
+    first, other = await take("a", 0), await take("b", 0)
+    waiting = [asyncio.create_task(take("a", number)) for number in range(1, 4)]
+    await asyncio.sleep(0)
+    assert had == [("a", 0), ("b", 0)]
+    first(None)
+    second = await waiting[0]
+    second(None)
+    waiting[1].cancel()  # its turn has come, and it does not know
+    waiting[2].add_done_callback(lambda task: task.result()(None))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[1]
+    await waiting[2]
+    assert had == [("a", 0), ("b", 0), ("a", 1), ("a", 3)]
+    gone = asyncio.create_task(take("b", 1))
+    await asyncio.sleep(0)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    other(None)
+    (await take("b", 2))(None)
+    await asyncio.sleep(0)
+    assert not turns.callers, "nothing is kept of those who wait for nothing"
+
+
+async def test_a_caller_who_does_not_read_a_reply_waits_for_the_next() -> None:
+    begun: list[str] = []
+    first = asyncio.Event()
+
+    def answer(caller: Caller, request: pb.ServerInfoRequest) -> bytes:
+        begun.append(str(caller.share))
+        first.set()
+        return bytes(8 << 20)
+
+    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    handler = rpcs.answering("list", pb.ServerInfoRequest, answer, "use", one_at_a_time=True)
+    server = aio.server()
+    server.add_generic_rpc_handlers((method_handlers_generic_handler("test.Test", {"List": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    options = (*ANY_LENGTH, ("grpc.use_local_subchannel_pool", 1))
+    address = f"127.0.0.1:{port}"
+    with Dam(address) as dam:
+        async with aio.insecure_channel(dam.address, options) as slow, aio.insecure_channel(address, options) as other:
+            await asyncio.wait_for(slow.channel_ready(), PATIENCE_S)
+            dam.shut()
+            unread = [slow.unary_unary("/test.Test/List")(b"", timeout=PATIENCE_S) for _ in range(3)]
+            await asyncio.wait_for(first.wait(), PATIENCE_S)
+            for _ in range(3):
+                assert len(await other.unary_unary("/test.Test/List")(b"", timeout=PATIENCE_S)) == 8 << 20
+            assert len(begun) == 1 + 3, "of the three unread ones, one has begun"
+            assert len(set(begun)) == 2
+            dam.open()
+            assert [len(reply) for reply in await asyncio.gather(*unread)] == [8 << 20] * 3
+    await server.stop(None)
