@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -79,6 +80,16 @@ def test_a_refusal_says_nothing_of_calls_for_which_there_may_be_room() -> None:
         room = Room()
         room.refused(0.0, nothing, 100)
         assert room.refusal(0.0, 1000) is None
+
+
+def test_the_error_that_a_caller_got_is_not_kept() -> None:
+    """It would keep the frames through which it was raised, and all that they hold."""
+    room, error = Room(), refusal("requests", 1.0)
+    kept = weakref.ref(error)
+    room.refused(0.0, error, 100)
+    del error
+    assert kept() is None
+    assert room.refusal(0.5, 1) is not None
 
 
 def refused(policy: RetryPolicy) -> Multiplexer[Any]:

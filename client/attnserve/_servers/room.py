@@ -45,17 +45,18 @@ class Room:
         assert isinstance(error, OverloadedError)  # else there is no delay
         least = 0 if error.bound in _FOR_ALL else size if error.bound == "bytes" else inf
         if least < inf:
-            self._refusal = now, until, least, error
+            copy = OverloadedError(str(error), code=error.code, details=error.details)  # without the caller's frames
+            self._refusal = now, until, least, copy
 
     def refusal(self, now: float, size: int) -> OverloadedError | None:
         """What the server would say to a call of so many bytes, by what it has said of another one; None if it may have
         room.
         """
-        if self._refusal is None:
+        if (noted := self._refusal) is None:
             return None
-        since, until, least, error = self._refusal
+        since, until, least, error = noted
         if now >= until:
-            self._refusal = None  # it holds the details
+            self._refusal = None
             return None
         if size < least:
             return None
