@@ -25,6 +25,17 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+BEYOND_FLOAT32: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1e39},
+    "softcap of nothing": {"softcap": 1e-50},
+    "scale": {"scale": 1e39},
+    "negative scale": {"scale": -1e39},
+    "products": {"scale": 1e37},
+    "both": {"scale": 3e37, "softcap": 1e39},
+}
+"""Options that are legal, and take scores, or what is computed on the way to them, out of the range of float32."""
+
+
 @dataclass(frozen=True)
 class Case:
     """The arguments of one attention."""

@@ -31,7 +31,7 @@ from attending import (
     shape_of,
     single_plans,
 )
-from cases import Plan
+from cases import BEYOND_FLOAT32, Plan
 from hypothesis import given
 from kernel_calls import tensor
 from resident import stored
@@ -79,6 +79,19 @@ def test_values_near_the_largest_of_the_dtype(
     result = attended(device, case, storage, Way(per_page=8, scattered=True), return_lse=True)
     np.testing.assert_allclose(result.output / 3e38, case.expected.output / 3e38, rtol=0, atol=2e-6)
     np.testing.assert_allclose(result.lse, case.expected.lse, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
+@pytest.mark.parametrize("length", [1, 20])
+def test_scores_may_be_beyond_float32(device: CpuDevice, dtype: str, numbers: dict[str, Any], length: int) -> None:
+    """Also where results over several pieces of a cache are merged by their lses."""
+    for options in ({}, {"causal": "bottom_right", "sinks": True}, {"bias_shape": (61,)}):
+        case = stored(plan_of(options, dtype=dtype, query_length=length, **numbers).case(length), "float16")
+        for piece_bytes in (1, 1 << 25):
+            with bounds(piece_bytes=piece_bytes):
+                result = attended(device, case, "float16", Way(), return_lse=True)
+            accuracy.check_beyond_float32(case, result)
 
 
 @EVERY_OPTION

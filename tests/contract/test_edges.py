@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, Case, Plan
+from cases import BEYOND_FLOAT32, DTYPES, Case, Plan
 from conftest import Server
 
 import attnserve
@@ -282,12 +282,31 @@ def test_biases_beyond_float32_are_values_all_the_same(client: Client) -> None:
     np.testing.assert_array_equal(result.output, value[:, 3:4].repeat(5, 1))
 
 
-def test_a_scale_beyond_float32_picks_the_best_key(client: Client) -> None:
-    random = np.random.default_rng(1)
-    query, key, value = random.standard_normal((3, 2, 5, 16)).astype(np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_scale_beyond_float32_picks_the_best_key(client: Client, dtype: str) -> None:
+    query, key, value = np.random.default_rng(1).standard_normal((3, 2, 5, 16)).astype(DTYPES[dtype])
     best = np.argmax(query.astype(np.float64) @ key.astype(np.float64).transpose(0, 2, 1), -1)
     result = client.attend(query, key, value, scale=1e39)
     np.testing.assert_array_equal(result.output, np.take_along_axis(value, best[..., None], 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask_shape": (5, 7)}, {"bias_shape": (7,), "sinks": True}, {"score": "general"}]
+)
+def test_scores_may_be_beyond_float32(
+    client: Client, dtype: str, numbers: dict[str, Any], options: dict[str, Any]
+) -> None:
+    case = Plan(dtype=dtype, **options, **numbers).case(2)
+    accuracy.check_beyond_float32(case, case.attend(client, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_softcap_beyond_float32_spoils_no_scores(client: Client, dtype: str) -> None:
+    case = Plan(dtype=dtype, causal=True, softcap=1e39).case(3)
+    for stage in oracle.STAGES:
+        accuracy.check(case, case.attend(client, return_lse=True, return_scores=stage), stage)
 
 
 def test_requests_that_are_too_large_for_any_server_are_refused(client: Client) -> None:

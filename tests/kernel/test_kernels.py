@@ -18,7 +18,7 @@ import pytest
 import strategies
 import torch
 from bits import assert_same_bits, assert_same_results
-from cases import DTYPES, Plan
+from cases import BEYOND_FLOAT32, DTYPES, Case, Plan
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import call_of, run, tensor
@@ -111,6 +111,35 @@ def test_masks_survive_any_scale(dtype: str, scale: float, options: dict[str, An
     """Scaling after masking would turn minus infinity into NaN or plus infinity."""
     case = Plan(dtype=dtype, scale=scale, **options).case(3)
     accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
+@pytest.mark.parametrize("options", [{}, {"alibi": True}, {"mask_shape": (80, 70)}, {"score": "general"}])
+def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], options: dict[str, Any]) -> None:
+    for length in (1, 80):
+        shape = {"mask_shape": (length, 70)} if "mask_shape" in options else {}
+        case = Plan(dtype=dtype, query_length=length, key_length=70, **(options | shape), **numbers).case(3)
+        accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask_shape": (80, 70)}, {"sinks": True}, {"alibi": True}])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_queries_and_keys_may_take_scores_beyond_float32(dtype: str, options: dict[str, Any], sign: int) -> None:
+    """Where all scores of a row are minus infinity in float32, its best key has all the weight nevertheless."""
+    case = Plan(dtype=dtype, query_length=80, key_length=70, **options).case(4)
+    query, key = (np.abs(array.astype(np.float64)) * 1e20 for array in (case.query, case.key))
+    case = Case(query.astype(DTYPES[dtype]), (sign * key).astype(DTYPES[dtype]), case.value, case.options)
+    accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+
+
+@pytest.mark.parametrize("stage", oracle.STAGES)
+def test_half_precision_scores_that_leave_float32_on_the_way(stage: str) -> None:
+    """The product of query and key is infinite in float32, the scaled score is a bfloat16."""
+    case = Plan(dtype="bfloat16", causal=True, scale=2.0**-10).case(5)
+    case.query[..., 0], case.key[..., 0] = 3e19, -3e19
+    accuracy.check(case, run(call_of(case, return_lse=True, return_scores=stage)), stage)
 
 
 @EVERY_DTYPE

@@ -191,6 +191,14 @@ def test_half_precisions(device: CpuDevice, dtype: Dtype, rotary: Rotary | None)
     assert_matches(architecture, dtype, device, *drawn)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("numbers", [{"softcap": 1e39}, {"scale": 1e37, "softcap": 1e38}])
+def test_scores_beyond_float32(device: CpuDevice, dtype: Dtype, numbers: dict[str, float]) -> None:
+    assert_matches(
+        make.attention(64, 4, causal=True, **numbers), dtype, device, make.packed(make.random_rows(9, 64, 1, dtype))
+    )
+
+
 def test_work_that_all_threads_share(device: CpuDevice) -> None:
     architecture = make.attention(256, 4, kv_heads=2, causal=True)
     assert_matches(architecture, "float32", device, *(make.packed(make.random_rows(n, 256, n)) for n in (700, 31, 64)))

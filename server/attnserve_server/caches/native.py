@@ -50,6 +50,8 @@ def _applies(query: CacheQuery) -> bool:
             widest=max(query.shape.head_dim, query.shape.value_dim),
             score=query.score,
             return_scores=query.return_scores,
+            scale=query.scale,
+            softcap=query.softcap,
             mask=query.mask is not None,
             alibi=query.alibi_slopes is not None,
         )

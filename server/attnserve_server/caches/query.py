@@ -21,6 +21,7 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.math import needs_float64
 
 FEW_QUERIES: Final = 16
 """More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
@@ -95,6 +96,8 @@ class QueryAttention:
         if device.type == "cpu":
             # Half precision is no faster here, and this way partial results are not rounded before they are merged.
             dtype = torch.promote_types(dtype, torch.float32)
+        if needs_float64(query.scale, query.softcap):
+            dtype = torch.float64  # lses that are infinite cannot be merged
         keys = query.length if query.kv_length is None else query.kv_length
         if query.return_scores in ("raw", "capped"):
             keys = query.length  # such scores exist for keys that the length excludes, too
@@ -229,6 +232,7 @@ class QueryAttention:
                 excluded = 0.0
                 parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
             scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
+        lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
 
 

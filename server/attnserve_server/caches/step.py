@@ -24,7 +24,8 @@ from attnserve_server.caches.shape import TOKEN_MULTIPLE
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
-from attnserve_server.kernels.flash_cpu import MAX_SCALE, ROW_ELEMENTS
+from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
+from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.table import CPU_PAGES
 
 PIECE_BYTES: Final = 1 << 24
@@ -54,7 +55,7 @@ class Step:
         per_page = pool.tokens_per_page(shape)
         if per_page % TOKEN_MULTIPLE or shape.head_dim % ROW_ELEMENTS or shape.value_dim % ROW_ELEMENTS:
             return None
-        if not has_few_queries(query, per_page) or abs(query.scale) > MAX_SCALE:
+        if not has_few_queries(query, per_page) or needs_float64(query.scale, query.softcap):
             return None
         keys = query.length if query.kv_length is None else query.kv_length
         band = Band.of(tensor.shape[2], keys, query.offset, query.causal, query.window)

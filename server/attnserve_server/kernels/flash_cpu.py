@@ -2,11 +2,11 @@
 
 The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
 with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through, be they inputs or scores that overflow, swallows NaN in queries, and sums weighted values
-before it divides by the sum of the weights, which overflows where values are large (such heads are computed again by
-the math kernel), scales masked scores (scales are made positive), and its bits depend on the alignment of the rows
-modulo 16 bytes (rows are padded to 16 elements) and on the number of threads (one, always: parallelism is across
-calls).
+excluded places through, be they inputs or scores that overflow, swallows NaN in queries, takes rows all of whose scores
+overflow to -inf for rows with nothing to attend, and sums weighted values before it divides by the sum of the weights,
+which overflows where values are large (such heads are computed again by the math kernel), scales masked scores (scales
+are made positive), and its bits depend on the alignment of the rows modulo 16 bytes (rows are padded to 16 elements)
+and on the number of threads (one, always: parallelism is across calls).
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ skips keys only 512 at a time, and computes all others for every query. Measured
 330 at 128 queries, 1,650 to 1,080 at 250; below 64 the calls cost what they save. The number of heads has no influence:
 a call may be divided by heads.
 """
-MAX_SCALE = 1e30
-"""A scale from about here on is infinite in the kernel's float32."""
-
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -52,7 +49,7 @@ def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
     if call.query.device.type != "cpu" or call.score is not None or call.softcap > 0 or call.return_scores is not None:
         return False
-    if abs(call.scale) > MAX_SCALE:
+    if math.needs_float64(call.scale, call.softcap):
         return False
     # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or call.mask is None
@@ -100,9 +97,10 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
     width = call.value.shape[-1]
     if output.shape[-1] != width:
         output = output[..., :width]
-    if not _is_finite(output):
+    doubtful = _doubtful(lse)
+    if doubtful is not None or not _is_finite(output):
         output, lse = output.contiguous(), lse.contiguous()
-        math.attend_heads(call, _suspect_heads(call.key.shape[1], output), output, lse)
+        math.attend_heads(call, _suspect_heads(call.key.shape[1], output, doubtful), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -123,21 +121,21 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
-    # Large values may give an infinite score, and inf - inf is NaN where that key is excluded.
-    overflowed = None if excluded is None or isfinite(lse.sum().item()) else lse
+    doubtful = _doubtful(lse)
     if shift is not None:
         lse = lse + shift
     if excluded is not None and bias is not None and not isfinite(bias.amax(-1).amin().item()):
         empty = excluded.all(-1).expand(lse.shape)
         output = output.masked_fill(empty.unsqueeze(-1), 0)
         lse = lse.masked_fill(empty, -torch.inf)
+        doubtful = None if doubtful is None else doubtful.masked_fill(empty, 1)
     if call.sinks is not None:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
     inputs = () if call.finite else (call.query, key, value)
-    if overflowed is not None or not _is_finite(*inputs, call.bias, output):
+    if not _is_finite(*inputs, call.bias, output, doubtful):
         output, lse = output.contiguous(), lse.contiguous()
-        suspects = call.query, key, value, call.bias, overflowed, output
+        suspects = call.query, key, value, call.bias, output, doubtful
         math.attend_heads(call, _suspect_heads(key.shape[1], *suspects), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
@@ -233,6 +231,17 @@ def _barred(excluded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     filling by a mask.
     """
     return 1 - (~excluded).view(torch.uint8).to(dtype).reciprocal_()
+
+
+def _doubtful(lse: torch.Tensor) -> torch.Tensor | None:
+    """The lse, not finite for rows whose scores may have overflowed; None if there is no such row.
+
+    The kernel gives 0 if all scores of a row are -inf, as it does for a single key with a score of 0. An infinite score
+    may give NaN where that key is excluded: inf - inf.
+    """
+    if isfinite((lse / lse).sum().item()):
+        return None
+    return lse.masked_fill(lse == 0, torch.nan)
 
 
 def _is_finite(*tensors: torch.Tensor | None) -> bool:

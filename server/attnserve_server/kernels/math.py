@@ -1,14 +1,17 @@
 """Attention written out: every option, every value, on any device; the kernel that all others fall back on.
 
 Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
-comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. On CUDA,
-all but float64 is computed in float32, and whether values are finite is reported (`suspect`), not waited for.
+comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. Half
+precisions, and on CUDA all but float64, are computed in float32, which takes a half to a quarter of the time, and again
+in float64 where scores have left the range of float32. On CUDA, whether they have, and whether values are finite, is
+reported (`suspect`), not waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +21,8 @@ from attnserve_server.kernels.call import AdditiveScore, AttentionCall, Attentio
 NAME = "math"
 BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The scores (or hidden units of the additive score) that one block of queries may have in all its heads."""
+MAX_FACTOR = 1e20
+"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary."""
 
 
 def attend(call: AttentionCall) -> AttentionResult:
@@ -30,7 +35,11 @@ def attend_each(call: AttentionCall) -> AttentionResult:
     results = []
     for n in range(call.query.shape[0]):
         sequence = call.sequences(n, n + 1)
-        results.append(_attend(sequence, bool(torch.isfinite(sequence.value).all())))
+        finite, exact = bool(torch.isfinite(sequence.value).all()), _dtype_for(sequence)
+        result = _attend(sequence, finite, exact)
+        if exact != torch.float64 and not result.in_range.item():
+            result = _attend(sequence, finite, torch.float64)
+        results.append(result)
     return _joined(call, results, None)
 
 
@@ -50,29 +59,51 @@ def attend_together(call: AttentionCall) -> AttentionResult:
     (count, heads, query_length, _), kv_length = call.query.shape, call.key.shape[2]
     each = heads * query_length * kv_length * _units(call)
     step = max(1, BLOCK_ELEMENTS[call.query.device.type] // max(1, each))
-    results = [_attend(call.sequences(start, min(start + step, count)), True) for start in range(0, count, step)]
-    return _joined(call, results, ~torch.isfinite(call.value).flatten(1).all(1))
+    exact = _dtype_for(call)
+    results = [_attend(call.sequences(start, min(start + step, count)), True, exact) for start in range(0, count, step)]
+    sound = torch.isfinite(call.value).flatten(1).all(1)
+    if exact != torch.float64:
+        sound = sound & torch.cat([result.in_range for result in results])
+    return _joined(call, results, ~sound)
 
 
-def _joined(
-    call: AttentionCall,
-    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-    suspect: torch.Tensor | None,
-) -> AttentionResult:
+class _Attended(NamedTuple):
+    """The results of some sequences, and which of them have kept the range of the dtype they were computed in [N]."""
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    scores: torch.Tensor | None
+    in_range: torch.Tensor
+
+
+def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor | None) -> AttentionResult:
+    scores = [result.scores for result in results if result.scores is not None]
     return AttentionResult(
-        output=torch.cat([output for output, _, _ in results]),
-        lse=torch.cat([lse for _, lse, _ in results]) if call.return_lse else None,
-        scores=torch.cat([scores for _, _, scores in results if scores is not None]) if call.return_scores else None,
+        output=torch.cat([result.output for result in results]),
+        lse=torch.cat([result.lse for result in results]) if call.return_lse else None,
+        scores=torch.cat(scores) if call.return_scores else None,
         kernel=NAME,
         suspect=suspect,
     )
 
 
 def exact_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype that this kernel computes such queries in: parameters of scores that have it need no conversion."""
+    """The dtype that this kernel computes such queries in, at first: parameters of scores that have it need no
+    conversion.
+    """
     if query.dtype == torch.float64 or (query.device.type == "cpu" and query.dtype == torch.float32):
         return torch.float64
     return torch.float32
+
+
+def needs_float64(scale: float, softcap: float) -> bool:
+    """Whether these may take scores beyond the range of float32, whatever the queries and keys."""
+    return max(abs(scale), softcap) > MAX_FACTOR or 0 < softcap < 1 / MAX_FACTOR
+
+
+def _dtype_for(call: AttentionCall) -> torch.dtype:
+    """The dtype to compute a call in, at first."""
+    return torch.float64 if needs_float64(call.scale, call.softcap) else exact_dtype(call.query)
 
 
 def _units(call: AttentionCall) -> int:
@@ -80,10 +111,9 @@ def _units(call: AttentionCall) -> int:
     return call.score.query_weight.shape[0] if isinstance(call.score, AdditiveScore) else 1
 
 
-def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Output, lse and scores of sequences, together."""
+def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _Attended:
+    """The results of sequences, together, computed in a dtype."""
     query, key, value = call.query, call.key, call.value
-    exact = exact_dtype(query)
     (count, query_heads, query_length, _), (_, kv_heads, kv_length, _) = query.shape, key.shape
     device, width = query.device, value.shape[-1]
 
@@ -92,8 +122,9 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
     scores = None
     if call.return_scores is not None:
         scores = torch.empty(count, query_heads, query_length, kv_length, dtype=query.dtype, device=device)
+    in_range = torch.ones(count, dtype=torch.bool, device=device)
     if query_length == 0:
-        return output, lse, scores
+        return _Attended(output, lse, scores, in_range)
 
     key, value = _aligned(key, exact), _aligned(value, exact)
     score = _score_function(call, key, exact)
@@ -104,6 +135,8 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
     for start in range(0, query_length, rows):
         stop = min(start + rows, query_length)
         s = score(_aligned(query[:, :, start:stop], exact))
+        if exact != torch.float64 and call.return_scores not in (None, "weights"):
+            in_range &= _are_finite(s)
         if call.return_scores == "raw" and scores is not None:
             scores[:, :, start:stop] = s
         if call.softcap > 0:
@@ -129,6 +162,8 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
         weights, block_lse = _softmax(s, sinks if sinks is None or shift is None else sinks - shift)
         if call.return_scores == "weights" and scores is not None:
             scores[:, :, start:stop] = weights
+        if exact != torch.float64:
+            in_range &= _are_finite(block_lse if attended is None else block_lse.masked_fill(~attended.any(-1), 0))
         lse[:, :, start:stop] = block_lse if shift is None else block_lse + shift.squeeze(-1)
         grouped = weights.reshape(count, kv_heads, query_heads // kv_heads * (stop - start), kv_length)
         if value_is_finite:
@@ -136,7 +171,7 @@ def _attend(call: AttentionCall, value_is_finite: bool) -> tuple[torch.Tensor, t
         else:
             block = _weigh_non_finite(grouped, value, attended)
         output[:, :, start:stop] = block.reshape(count, query_heads, stop - start, width)
-    return output, lse, scores
+    return _Attended(output, lse, scores, in_range)
 
 
 def _attended(call: AttentionCall, band: Band, start: int, stop: int) -> torch.Tensor | None:
@@ -165,6 +200,11 @@ def _alibi(
     if sinks is not None:
         shifted = shifted & (shift >= sinks)
     return -slopes * (distance - torch.where(shifted, nearest, 0)), torch.where(shifted, shift, 0)
+
+
+def _are_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """For each sequence, whether all is certainly finite: a sum is finite only if its terms are."""
+    return tensor.flatten(1).sum(1).isfinite()
 
 
 def _softmax(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,6 +68,8 @@ class DecoderSteps:
             widest=attentions[0].widest,
             score=None,
             return_scores=None,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
             mask=False,
             alibi=scoring.alibi_slopes is not None,
         )

@@ -74,6 +74,8 @@ def direct_of(architecture: Attention, weights: Weights, scale: float, slopes: t
         widest=max(architecture.head_dim, architecture.value_dim),
         score=None,
         return_scores=None,
+        scale=scale,
+        softcap=architecture.softcap,
         mask=False,
         alibi=slopes is not None,
     )

@@ -53,6 +53,8 @@ def applies(call: AttentionCall) -> bool:
             widest=max(call.query.shape[3], call.value.shape[3]),
             score=call.score,
             return_scores=call.return_scores,
+            scale=call.scale,
+            softcap=call.softcap,
             mask=call.mask is not None,
             alibi=call.alibi_slopes is not None,
         )

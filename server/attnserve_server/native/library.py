@@ -31,6 +31,8 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 
 MAX_WIDTH: Final = 1024
 """The widest head: a block of keys and one of values should stay in a cache near the processor."""
+MAX_FACTOR: Final = 1e20
+"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary."""
 
 Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Bias, slopes and sinks are float32,
@@ -110,10 +112,16 @@ class Shape(NamedTuple):
         )
 
 
-def computes(*, widest: int, score: object, return_scores: object, mask: bool, alibi: bool) -> bool:
-    """Whether the kernel supports what a call asks for: heads of this width, no learned score, no scores to return."""
+def computes(
+    *, widest: int, score: object, return_scores: object, scale: float, softcap: float, mask: bool, alibi: bool
+) -> bool:
+    """Whether the kernel supports what a call asks for: heads of this width, no learned score, no scores to return, and
+    numbers that keep scores within float32.
+    """
+    if widest > MAX_WIDTH or score is not None or return_scores is not None:
+        return False
     # A mask may leave only distant keys, whose ALiBi biases are so large that float32 loses its precision.
-    return widest <= MAX_WIDTH and score is None and return_scores is None and not (mask and alibi)
+    return max(abs(scale), softcap) <= MAX_FACTOR and not (mask and alibi)
 
 
 def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:

@@ -35,6 +35,8 @@ def applies(problem: Problem) -> bool:
         widest=max(problem.head_dim, problem.value_dim),
         score=problem.score,
         return_scores=problem.return_scores,
+        scale=problem.scale,
+        softcap=problem.softcap,
         mask="mask" in problem.tensors,
         alibi="alibi_slopes" in problem.tensors,
     )
