@@ -21,7 +21,7 @@ class Timings:
     compute: float
     """Computing the batch."""
     encode: float
-    """Moving the results back and encoding them."""
+    """Moving the results back; encoding them, which ends after this was written, is only in the server's metrics."""
     total: float
     """From the call of the client's method to the result, including the network."""
 
