@@ -205,10 +205,11 @@ def _head(
         capped = softcap * np.tanh(raw / softcap) if softcap > 0 else raw
         masked = np.where(attended, capped + added, -np.inf)
         largest = masked.max(1, initial=-np.inf if sink is None else sink)[:, None]  # NaN if any is
-        exponentials = np.where(attended, np.exp(masked - largest), 0.0)
-        total = exponentials.sum(1, keepdims=True) + (0.0 if sink is None else np.exp(sink - largest))
-        lse = (largest + np.log(total))[:, 0]  # -inf if there is nothing to attend to
-        weights = np.where(attended, exponentials / total, 0.0)
+        shift = np.where(largest == -np.inf, 0.0, largest)
+        exponentials = np.where(attended, np.exp(masked - shift), 0.0)
+        total = exponentials.sum(1, keepdims=True) + (0.0 if sink is None else np.exp(sink - shift))
+        lse = (shift + np.log(total))[:, 0]  # -inf if there is nothing to attend to, or all of it scores -inf
+        weights = np.where(total == 0, 0.0, exponentials / total)
         finite = np.isfinite(value).all(1)
         output = weights[:, finite] @ value[finite]
         for i in np.flatnonzero(attended[:, ~finite].any(1)):

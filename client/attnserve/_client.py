@@ -113,7 +113,8 @@ class Client:
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
         - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
           in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
-        - `bias`: floating, added to the scores, broadcast like `mask`.
+        - `bias`: floating, added to the scores, broadcast like `mask`. -inf gives a key the weight 0, but does not
+          exclude it: a NaN in its value still reaches the output.
         - `alibi_slopes`: ``[Hq]``: ``-slope * |offset + i - j|`` is added to the scores.
         - `sinks`: ``[Hq]``: ``exp(sink)`` is added to the denominator of the softmax.
         - `kv_lengths`: ``[B]``: keys from that length on are excluded. If packed: the number of keys of each sequence.
@@ -133,7 +134,8 @@ class Client:
           layout.
         - `cache_layer`: the layer of the caches. Default 0.
 
-        A row with all keys excluded gives output 0, weights 0, and an lse of -inf, or of its sink alone.
+        A row with all keys excluded, or with a bias of -inf for all others, gives output 0, weights 0, and an lse of
+        -inf, or of its sink alone.
 
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for an invalid timeout.

@@ -178,6 +178,32 @@ def test_an_infinitely_low_bias_weighs_nothing(client: Client, dtype: str) -> No
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"causal": True}, {"alibi": True}, {"softcap": 2.0}])
+def test_a_row_whose_biases_are_all_minus_infinity_is_zeros(
+    client: Client, options: dict[str, Any], dtype: str
+) -> None:
+    """Though no mask excludes its keys: a NaN in their values reaches the output."""
+    case = Plan(dtype=dtype, bias_shape=(5, 7), **options).case(13)
+    case.options["bias"][[1, 4]] = -np.inf
+    result = case.attend(client, return_lse=True, return_scores="weights")
+    assert (result.output[:, :, [1, 4]].astype(np.float64) == 0).all()
+    assert (result.scores[:, :, [1, 4]].astype(np.float64) == 0).all()
+    assert "sinks" in options or (result.lse[:, :, [1, 4]] == -np.inf).all()
+    accuracy.check(case, result, "weights")
+    accuracy.check(case, case.attend(client, return_lse=True))
+    query, key, value = (array[:1] for array in (case.query, case.key, case.value))
+    one = replace(case, query=query, key=key, value=value)
+    stored = "float32" if dtype == "float64" else dtype
+    with client.create_cache(2, 8, dtype=stored) as cache:
+        cache.append(key[0], value[0])
+        kept = replace(one, key=key.astype(DTYPES[stored]), value=value.astype(DTYPES[stored]))
+        top_left = {**case.arguments, "query_offset": 0}
+        accuracy.check(kept, client.attend(query, caches=cache, **top_left, return_lse=True))
+    value[:, :, 0] = np.nan
+    assert np.isnan(one.attend(client).output[:, :, [1, 4]].astype(np.float64)).all()
+
+
+@EVERY_DTYPE
 def test_sinks_take_their_share(client: Client, dtype: str) -> None:
     """A sink acts as one more key whose value is zero: adding that key gives the same result."""
     case = Plan(dtype=dtype, batch=1, key_heads=2, sinks=True, scale=1.0).case(13)
