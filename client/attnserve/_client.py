@@ -108,8 +108,11 @@ class Client:
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple
           of Hk: query head h reads key head ``h // (Hq // Hk)``.
         - `causal`: query i attends key j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
-          ``"bottom_right"``: it is ``S - Lq``, so that the last query is aligned with the last key. Default False.
-        - `query_offset`: the offset, an integer or ``[B]``; may be negative. Overrides the one that `causal` implies.
+          ``"bottom_right"``: it is ``kv_length - Lq`` with each sequence's own lengths, so that its last query is
+          aligned with the last of its keys that count. Default False.
+        - `query_offset`: the offset, an integer or ``[B]``; may be negative: query i is at position ``offset + i`` for
+          `causal`, `window` and `alibi_slopes`. Default: as `causal` says; without it 0, or as for ``"bottom_right"``
+          with `caches`.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
         - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
           in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
@@ -130,8 +133,9 @@ class Client:
         - `priority`: from -8 to 8, higher runs first. Default 0.
         - `caches`: resident caches of this client, one for each of the B sequences; a single one need not be in a list.
           `key` and `value`, if given, are first appended to all of them or to none; then their keys and values are
-          attended to. S is the length of the longest, and ``causal=True`` means ``"bottom_right"``. Not for the packed
-          layout.
+          attended to. S is the length of the longest, and `kv_lengths` default to the length of each. Offsets default
+          to those of ``"bottom_right"``, for ``causal=True`` and also for `window` and `alibi_slopes` without it, which
+          so count from the end of each cache. Not for the packed layout.
         - `cache_layer`: the layer of the caches. Default 0.
 
         A row with all keys excluded, or with a bias of -inf for all others, gives output 0, weights 0, and an lse of
@@ -202,7 +206,8 @@ class Client:
         - `mask`: bool or 0 and 1, true where a position attends another, broadcast to ``[B, Hq, L, S]``.
         - `bias`: floating, added to the scores, broadcast like `mask`.
         - `causal`: input i attends position j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
-          ``"bottom_right"``: it is ``S - L``. Default None: as the layer is defined.
+          ``"bottom_right"``: it is the length of each sequence's context minus its own. Default None: as the layer is
+          defined.
         - `query_offset`: the offset, an integer or ``[B]``; rotary and learned positions also start from it.
         - `window`: ``(left, right)``: position p attends ``p - left <= j <= p + right``; -1 is no bound. Default: as
           the layer is defined.

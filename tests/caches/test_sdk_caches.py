@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import accuracy
 import calls
 import numpy as np
+import oracle
 import pytest
 from caller import tokens
 from cases import Case
@@ -60,6 +63,27 @@ async def test_a_printed_cache_says_what_it_is_and_not_its_whole_name(client: Cl
         with Client(server.address) as stranger, pytest.raises(InvalidRequestError, match="of this client") as caught:
             stranger.attend(tokens(0, 1)[0], caches=cache)
         assert cache.name[:6] not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"window": (2, 2)}, {"alibi_slopes": np.array([0.5, 0.25], np.float32)}])
+def test_positions_count_from_the_end_without_causal_too(client: Client, options: dict[str, Any]) -> None:
+    """Of each cache, or of the keys in it that count; an offset of 0 is what requests with keys have."""
+    query, key, value = np.random.default_rng(5).standard_normal((3, 2, 2, 9, 8)).astype(np.float32)
+    query, lengths = query[:, :, :2], np.array([9, 6])
+    caches = [client.create_cache(2, 8) for _ in lengths]
+    for cache, length, own_key, own_value in zip(caches, lengths, key, value, strict=True):
+        cache.append(own_key[:, :length], own_value[:, :length])
+
+    def check(found: Any, kept: Any, **positions: Any) -> None:
+        expected = oracle.attend(query, key, value, kv_lengths=kept, **positions, **options).output
+        np.testing.assert_allclose(found.output, expected, rtol=0, atol=2e-6)
+
+    check(client.attend(query, caches=caches, **options), lengths, query_offset=lengths - 2)
+    fewer = np.array([4, 6])
+    check(client.attend(query, caches=caches, kv_lengths=fewer, **options), fewer, query_offset=fewer - 2)
+    check(client.attend(query, caches=caches, query_offset=0, **options), lengths)
+    check(client.attend(query, key, value, kv_lengths=lengths, **options), lengths)
+    client.caches.delete([cache.name for cache in caches])
 
 
 def test_somebody_else_appends(client: Client) -> None:

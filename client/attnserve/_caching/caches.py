@@ -88,7 +88,8 @@ class Cache(CacheState):
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call.
 
-        Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append.
+        Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append. The
+        last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 

@@ -9,7 +9,7 @@ cache to have, and one that appends or truncates has an id. If the connection br
 again; if the first attempt had run, the second gets FAILED_PRECONDITION, and the server recognises its id. Then
 
 - an append or a truncation has succeeded,
-- an attention is requested again without keys and values: the result is the same, since causal is bottom right,
+- an attention is requested again without keys and values: the result is the same, since positions count from the end,
 - a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were.
 
 All other failures are for the caller to see: a length alone may be due to another writer, or to an operation that was

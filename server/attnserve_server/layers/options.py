@@ -11,7 +11,8 @@ from attnserve_server.requests.options import ScoreStage
 class LayerOptions:
     """`causal` and `window` default to the layer's own.
 
-    `bottom_right` places queries without an explicit offset: query i at key S - L + i, instead of key i.
+    `bottom_right` places queries without an explicit offset: query i at key S - L + i, by its sequence's own
+    lengths, instead of key i.
     `average_scores` gives the mean over heads of what `return_scores` asks for.
     """
 
