@@ -86,6 +86,23 @@ def test_positions_count_from_the_end_without_causal_too(client: Client, options
     client.caches.delete([cache.name for cache in caches])
 
 
+def test_errors_name_the_tensor_that_does_not_fit(client: Client) -> None:
+    def zeros(*shape: int) -> Any:
+        return np.zeros(shape, np.float32)
+
+    with client.create_cache(2, 8, value_dim=6) as cache:
+        for tensors, field, expected in (
+            ((zeros(1, 8),), "query.shape", "a multiple of the 2 heads of the caches, found 1 heads"),
+            ((zeros(2, 1, 7),), "query.shape", "width 8, as the keys of the caches have"),
+            ((zeros(2, 1, 8), zeros(1, 1, 8), zeros(1, 1, 6)), "key.shape", "2 heads, as the caches have"),
+            ((zeros(2, 1, 8), zeros(2, 1, 8), zeros(2, 1, 8)), "value.shape", "width 6, as the values of the caches"),
+        ):
+            with pytest.raises(InvalidRequestError, match=expected) as refused:
+                cache.attend(*tensors)
+            assert refused.value.field == field
+        assert cache.refresh().lengths == (0,)
+
+
 def test_somebody_else_appends(client: Client) -> None:
     """The SDK sends the length that it expects, and is told the actual one."""
     with client.create_cache(2, 8) as cache:

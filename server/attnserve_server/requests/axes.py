@@ -84,13 +84,26 @@ def axes_of(
     ):
         if heads < 1 or width < 1:
             raise InvalidRequest(f"{field}.shape", "at least one head and a width of at least 1", shown(spec))
-    own = KeyShape(kv_heads, key_dim, value_dim)
-    if resident is not None and own != resident:
-        expected, has = (f"{heads} heads of {wide} and {value_wide}" for heads, wide, value_wide in (resident, own))
-        raise InvalidRequest("key.shape", f"{expected}, as the caches have", has)
+    if resident is not None:
+        if of_keys == "key":
+            _check_resident("key", key, kv_heads, resident.kv_heads, key_dim, resident.key_dim)
+            _check_resident("value", value, value_heads, resident.kv_heads, value_dim, resident.value_dim)
+        kv_heads = resident.kv_heads  # where nothing is appended, a query of rank 2 says nothing of it
     if query_heads % kv_heads:
         raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of {of_keys}", f"{query_heads} heads")
     return Axes(batch, query_heads, kv_heads, query_length, kv_length, head_dim, key_dim, value_dim)
+
+
+def _check_resident(
+    field: str, spec: TensorSpec, heads: int, resident_heads: int, width: int, resident_width: int
+) -> None:
+    """Raises InvalidRequest if what is appended does not have the heads and the width of what is resident."""
+    if heads != resident_heads:
+        raise InvalidRequest(f"{field}.shape", f"{resident_heads} heads, as the caches have", f"{heads} heads")
+    if width != resident_width:
+        raise InvalidRequest(
+            f"{field}.shape", f"width {resident_width}, as the {field}s of the caches have", shown(spec)
+        )
 
 
 def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, int]:
