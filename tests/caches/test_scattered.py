@@ -9,7 +9,7 @@ import accuracy
 import numpy as np
 import pytest
 import torch
-from attending import EVERY_OPTION, Way, arrays, fill, pages_of, plan_of, pool_for, query_of, shape_of
+from attending import EVERY_OPTION, Way, arrays, fill, filled, pages_of, plan_of, pool_for, query_of, shape_of
 from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,4 +215,14 @@ def test_queries_that_the_kernel_does_not_take(device: ScatteringDevice) -> None
         plan = plan_of({"causal": "bottom_right", **options}, dtype="float16", query_length=1)
         case = stored(plan.case(0), storage)
         check(device, [case], storage, [[*range(16)]])
+    assert not device.scattered
+
+
+@HALF
+@pytest.mark.parametrize("scale", [1e37, -1e39])
+def test_scores_may_be_beyond_float32(device: ScatteringDevice, dtype: str, scale: float) -> None:
+    case = stored(plan_of({"scale": scale}, dtype=dtype, query_length=1).case(0), dtype)
+    pool, pages = filled(case, dtype, Way(per_page=16))
+    (result,) = attend_tensors([query_of(case, dtype, pages, return_lse=True)], pool, device)
+    accuracy.check_beyond_float32(case, arrays(result))
     assert not device.scattered

@@ -19,7 +19,7 @@ import oracle
 import pytest
 import strategies
 import torch
-from cases import Case, Plan
+from cases import BEYOND_FLOAT32, Case, Plan
 from garbage import no_tensors_in_cycles
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,6 +185,22 @@ def test_single_queries_are_computed_in_blocks_of_the_same_size_in_any_company(
     check([(single.case(0), {})])
     check([(single.case(0), {}), (longer.case(1), {})])
     assert told == [causal == "bottom_right"] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
+@pytest.mark.parametrize("options", [{}, {"mask_shape": (5, 7)}, {"score": "general"}])
+def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], options: dict[str, Any]) -> None:
+    case = Plan(dtype=dtype, **options, **numbers).case(1)
+    request = request_of(case, return_lse=True)
+    accuracy.check_beyond_float32(case, result_of(case, run([request]).results[0], request))
+
+
+def test_capped_scores_that_leave_float32_on_the_way_are_computed_again() -> None:
+    """On CUDA, float32 too is computed in float32 at first."""
+    case = Plan(softcap=3.0).case(1)
+    case.query[0], case.key[0] = case.query[0] * 1e20, np.where(case.key[0] > 0, np.float32(1e20), np.float32(-1e20))
+    check([(case, {"return_lse": True})])
 
 
 def test_windows_of_long_and_short_sequences() -> None:
@@ -361,6 +377,7 @@ def test_what_no_ragged_kernel_takes_is_left() -> None:
     taken = {"causal": "bottom_right"}, {"sinks": True}, {"window": (3, 0)}, {"kv_lengths": (2, 7)}, {"group": 3}
     left = (
         {"softcap": 1.0},
+        {"scale": 1e37},
         {"alibi": True},
         {"mask_shape": (5, 7)},
         {"bias_shape": (5, 7)},

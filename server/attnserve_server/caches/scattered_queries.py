@@ -18,6 +18,7 @@ from attnserve_server.devices.compute import Scattering
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels import AttentionResult, varlen_cuda
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.math import needs_float64
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -61,7 +62,7 @@ def attend_group(
 def _is_plain(problem: Problem, shape: CacheShape, pool: PagePool) -> bool:
     if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
         return False
-    if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"}:
+    if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or needs_float64(problem.scale, problem.softcap):
         return False
     return computes(shape, TORCH[problem.dtype], problem.query_heads, problem.query_length, pool)
 
@@ -118,7 +119,7 @@ def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
         return None
     if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
         return None
-    if not computes(query.shape, query.query.dtype, heads, length, pool):
+    if needs_float64(query.scale, query.softcap) or not computes(query.shape, query.query.dtype, heads, length, pool):
         return None
     keys = query.length if query.kv_length is None else query.kv_length
     per_page = pool.tokens_per_page(query.shape)

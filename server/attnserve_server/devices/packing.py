@@ -25,6 +25,7 @@ from attnserve_server.devices.inputs import Allocate, fill
 from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.ragged import ALIGNMENT, MAX_SEQUENCES, RaggedCall, RaggedKernel
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
@@ -125,6 +126,8 @@ def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel |
     if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
         return None
     if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or problem.query_heads > MAX_SEQUENCES:
+        return None
+    if needs_float64(problem.scale, problem.softcap):
         return None
     dtype, width = TORCH[problem.dtype], max(problem.head_dim, problem.value_dim)
     return next((kernel for kernel in kernels if dtype in kernel.dtypes and width <= kernel.max_width), None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
@@ -44,7 +45,7 @@ def applies(call: AttentionCall) -> bool:
         return False
     if call.score is not None or call.softcap > 0 or call.return_scores is not None:
         return False
-    if call.query.shape[1] > MAX_SEQUENCES:
+    if call.query.shape[1] > MAX_SEQUENCES or math.needs_float64(call.scale, call.softcap):
         return False
     # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or call.mask is None
