@@ -249,11 +249,15 @@ class OutOfMemory(RequestError):
 
 
 class TooManyStreams(Overloaded):
-    """A stream of a caller that already has as many as are allowed."""
+    """A stream of a caller that already has as many as are allowed; or of any caller, if all together have."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, of_all: bool = False) -> None:
+        whose = "all callers together have" if of_all else "the caller has"
         RequestError.__init__(
-            self, f"the caller has {limit} streams, the most that one may have", "TOO_MANY_STREAMS", limit=str(limit)
+            self,
+            f"{whose} {limit} streams, the most that {'they' if of_all else 'one'} may have",
+            "TOO_MANY_STREAMS",
+            limit=str(limit),
         )
         self.bound = "caller_streams"
         self.retry_delay = 1.0

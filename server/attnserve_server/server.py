@@ -26,7 +26,6 @@ from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.registry import Registry
-from attnserve_server.observability import health
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
@@ -38,11 +37,14 @@ from attnserve_server.requests.limits import (
     RequestLimits,
     default_request_flops,
 )
-from attnserve_server.rpc import port, reflection
+from attnserve_server.rpc import port
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
 from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
 from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import SERVICE_NAME, AttentionService, Read
 from attnserve_server.rpc.stream_life import StreamLife
@@ -69,6 +71,13 @@ def configured_device(config: Config) -> Device:
         raise StartError(str(error)) from None
 
 
+SERVICE_NAMES = (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, HEALTH_SERVICE_NAME)
+CONNECTION_STREAMS = 1024
+"""The most watches of health and streams of reflection on one connection: anybody may open them. A proxy may have one
+connection for all its clients, each of which watches.
+"""
+UNIDENTIFIED_STREAMS = 16_384
+"""The most of those on all connections: they take 250 MiB."""
 LAST_CALLS_S = 0.05
 """How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
 begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
@@ -185,12 +194,16 @@ class Server:
             self.registry, rpcs, self.engine.check_open, administration=config.layer_administration
         )
         self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, limits)
+        for_anybody = OpenStreams(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
+        self._health_service = HealthService(self.health, rpcs, for_anybody)
+        self._reflection = Reflection(rpcs, for_anybody) if config.reflection else None
         self._http = HttpServer(
             config.http_listen,
             self.metrics.registry,
             self.health,
             callers,
             tls.http_context() if tls is not None and config.http_tls else None,
+            rpcs.refusals,
         )
         self._credentials = None if tls is None else tls.grpc_credentials
         self._grpc = aio.server(
@@ -206,9 +219,9 @@ class Server:
         self._service.register(self._grpc)
         self._layer_service.register(self._grpc)
         self._cache_service.register(self._grpc)
-        self.health.register(self._grpc)
-        if self._config.reflection:
-            reflection.register(self._grpc, (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, health.SERVICE_NAME))
+        self._health_service.register(self._grpc)
+        if self._reflection is not None:
+            self._reflection.register(self._grpc, SERVICE_NAMES)
         address = port.bind(self._grpc, self._config.listen, self._credentials)
         for line in openness(self._config):
             logger.warning("%s", line)

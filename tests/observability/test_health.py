@@ -10,13 +10,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from attnserve_server.access.callers import Callers
 from attnserve_server.observability.health import Health
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc.health_service import HealthService
+from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.rpcs import Rpcs
 
 SERVICES = ("attnserve.v1.AttentionService", "attnserve.v1.CacheService", "attnserve.v1.LayerService")
 READINESS = ("", "readiness", *SERVICES)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+OF_ONE, OF_ALL = 20, 30
+"""The most watches."""
 
 
 @pytest.fixture
@@ -27,7 +34,7 @@ async def health() -> Health:
 @pytest.fixture
 async def server(health: Health) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    health.register(server)
+    HealthService(health, Rpcs(Callers(), Metrics("0", "0", "cpu")), OpenStreams(OF_ONE, OF_ALL)).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield server, port
@@ -127,6 +134,48 @@ async def test_a_watcher_that_leaves_takes_no_other_along(stub: Any, health: Hea
     health.set("serving")
     assert await read(staying) == SERVING
     staying.cancel()
+
+
+def watches(stub: Any, count: int) -> list[Any]:
+    return [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(count)]
+
+
+async def refused(watch: Any) -> str:
+    """The message with which a watch is refused for lack of room."""
+    assert await asyncio.wait_for(watch.code(), 60) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    message: str = await watch.details()
+    return message
+
+
+async def test_a_connection_has_so_many_watches_and_all_together_have(
+    server: tuple[grpc.aio.Server, int], stub: Any
+) -> None:
+    """And each that leaves makes room."""
+    first = watches(stub, OF_ONE)
+    assert {await read(watch) for watch in first} == {NOT_SERVING}
+    assert await refused(*watches(stub, 1)) == f"the caller has {OF_ONE} streams, the most that one may have"
+    assert await check(stub, "") == NOT_SERVING, "it is no stream"
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server[1]}", own) as channel:
+        other = health_pb2_grpc.HealthStub(channel)
+        others = watches(other, OF_ALL - OF_ONE)
+        assert {await read(watch) for watch in others} == {NOT_SERVING}
+        assert await refused(*watches(other, 1)) == (
+            f"all callers together have {OF_ALL} streams, the most that they may have"
+        )
+        first[0].cancel()
+        await check(stub, "")  # by now, the server has seen the cancellation
+        assert await read(*watches(other, 1)) == NOT_SERVING
+
+
+async def test_a_watch_keeps_no_long_name(stub: Any) -> None:
+    for name, code in (("x" * 1000, None), ("x" * 1024, grpc.StatusCode.INVALID_ARGUMENT)):
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+        if code is None:
+            assert await read(watch) == UNKNOWN
+            watch.cancel()
+        else:
+            assert await asyncio.wait_for(watch.code(), 60) == code
 
 
 async def test_watchers_do_not_hold_up_the_end(server: tuple[grpc.aio.Server, int], stub: Any, health: Health) -> None:

@@ -86,13 +86,12 @@ class Callers:
             return certified(_names(context)[0])
         return anybody(context.peer())
 
-    def authorize(self, authorization: str | None, role: Role) -> None:
-        """Raises Unauthenticated or PermissionDenied unless an HTTP header proves a caller that has the role.
+    def of_header(self, authorization: str | None) -> Caller:
+        """Who makes an HTTP request with this header. Raises Unauthenticated.
 
-        Without a callers file, everybody has it.
+        Without a callers file it is anybody, who may do everything.
         """
-        if self._grants is not None:
-            _of_token(self._grants.current, authorization).require(role)
+        return anybody("") if self._grants is None else _of_token(self._grants.current, authorization)
 
     def _granted(self, grants: Grants, context: aio.ServicerContext[Any, Any]) -> Caller:
         metadata = context.invocation_metadata() or ()

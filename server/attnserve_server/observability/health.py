@@ -1,7 +1,7 @@
-"""Whether the server is live and whether it is ready, and grpc.health.v1, which reports both over gRPC.
+"""Whether the server is live and whether it is ready.
 
-In: the server's state. Out: `live`, `ready` and `accepts`, and the answers of Check and Watch for `""` and the server's
-services by their names (readiness), and for `readiness`, `liveness` and `acceptance`. A draining server is live: a
+In: the server's state. Out: `live`, `ready` and `accepts`, and what grpc.health.v1 says of `""` and the server's
+services by their names (readiness), and of `readiness`, `liveness` and `acceptance`. A draining server is live: a
 restart must not cut off the requests that it still answers. It is not ready, so that no new clients are sent to it; but
 it accepts requests for a time, and clients that are connected already (the SDK) go on until it does not.
 """
@@ -9,18 +9,12 @@ it accepts requests for a time, and clients that are connected already (the SDK)
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
-
-Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failed"]
 """The states of a server, in this order, though it may skip some; `failed` is a device that cannot compute."""
-
-SERVICE_NAME: Final = "grpc.health.v1.Health"
 
 _ORDER: Final[tuple[State, ...]] = get_args(State)
 _SERVICES: Final = ("AttentionService", "CacheService", "LayerService")
@@ -78,15 +72,6 @@ class Health:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds grpc.health.v1 to a gRPC server that has not started."""
-        service = _HealthService(self)
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Check": grpc.unary_unary_rpc_method_handler(service.check),
-            "Watch": grpc.unary_stream_rpc_method_handler(service.watch),
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
-
     def status(self, service: str) -> Any:
         """The ServingStatus of a service; SERVICE_UNKNOWN if there is no such service."""
         response = health_pb2.HealthCheckResponse
@@ -105,43 +90,3 @@ class Health:
                 return False
             await self._changed.wait()
         return True
-
-
-class _HealthService:
-    """The RPCs of grpc.health.v1.
-
-    The servicer that grpcio-health-checking (1.80) brings forgets the other watchers of a service when one of them
-    leaves, and writes to watchers under the lock that setting a status takes. Only its messages are used here.
-    """
-
-    def __init__(self, health: Health) -> None:
-        self._health = health
-
-    async def check(self, data: bytes, context: Context) -> bytes:
-        """The present status of a service."""
-        status = self._health.status(await _service_of(data, context))
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return _encoded(status)
-
-    async def watch(self, data: bytes, context: Context) -> NoReturn:
-        """The present status of a service, and each later one when it changes."""
-        service, last = await _service_of(data, context), None
-        while await self._health.changed(service, last):
-            last = self._health.status(service)
-            await context.write(_encoded(last))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-
-
-async def _service_of(data: bytes, context: Context) -> str:
-    """The service that is asked about. Bytes that are no request end the RPC."""
-    try:
-        service: str = health_pb2.HealthCheckRequest.FromString(data).service
-    except DecodeError:  # gRPC would report it as the server's fault
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HealthCheckRequest")
-    return service
-
-
-def _encoded(status: Any) -> bytes:
-    message: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
-    return message

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from attnserve_server.access.callers import Callers
+from attnserve_server.access.callers import Caller, Callers
 from attnserve_server.errors import PermissionDenied, Unauthenticated
 from attnserve_server.observability.health import Health
+from attnserve_server.observability.refusals import Refusals, request_id
 from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
 
@@ -63,6 +65,7 @@ class HttpServer:
         health: Health,
         callers: Callers,
         tls: ssl.SSLContext | None = None,
+        refusals: Refusals | None = None,
         *,
         patience_s: float = _PATIENCE_S,
     ) -> None:
@@ -71,6 +74,7 @@ class HttpServer:
         self._health = health
         self._callers = callers
         self._tls = tls
+        self._refusals = Refusals() if refusals is None else refusals
         self._patience_s = patience_s
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -173,20 +177,22 @@ class HttpServer:
             return method, _Answer(405, b"GET and HEAD only\n", fields=("Allow: GET, HEAD",))
         if path == "/metrics":
             headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-            accept = ",".join(value for name, value in headers if name == "accept")
-            authorization = next((value for name, value in headers if name == "authorization"), None)
-            return method, self._metrics(accept, authorization)
+            return method, self._metrics(headers)
         well = self._health.live if path == "/healthz" else self._health.ready
         return method, _Answer(200 if well else 503, f"{self._health.state}\n".encode())
 
-    def _metrics(self, accept: str, authorization: str | None) -> _Answer:
+    def _metrics(self, headers: Sequence[tuple[str, str]]) -> _Answer:
+        caller: Caller | None = None
         try:
-            self._callers.authorize(authorization, "metrics")
-        except Unauthenticated as error:
-            return _Answer(401, f"{error}\n".encode(), fields=("WWW-Authenticate: Bearer",))
-        except PermissionDenied as error:
+            caller = self._callers.of_header(next((value for name, value in headers if name == "authorization"), None))
+            caller.require("metrics")
+        except (Unauthenticated, PermissionDenied) as error:
+            name = None if caller is None else caller.name
+            self._refusals.note("metrics", error, lambda: request_id("http", headers), name)
+            if isinstance(error, Unauthenticated):
+                return _Answer(401, f"{error}\n".encode(), fields=("WWW-Authenticate: Bearer",))
             return _Answer(403, f"{error}\n".encode())
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = choose_encoder(",".join(value for name, value in headers if name == "accept"))
         try:
             return _Answer(200, encode(self._registry), content_type)
         except Exception:  # reading a gauge may fail in ways particular to its device

@@ -119,7 +119,7 @@ def soften(record: logging.LogRecord) -> bool:
 
 class Throttle(logging.Filter):
     """Limits the rate of warnings and errors from each place in the code. Lines of lower levels all pass, and those of
-    `rpc.refusals`, which has a rule of its own.
+    `refusals`, which has a rule of its own.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -129,7 +129,7 @@ class Throttle(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written. If so, it gets `left_out`, how many before it were not, if any."""
-        if record.levelno < logging.WARNING or record.name == "attnserve_server.rpc.refusals":
+        if record.levelno < logging.WARNING or record.name == "attnserve_server.observability.refusals":
             return True
         now, place = self._clock(), (record.pathname, record.lineno)
         if (limit := self._limits.get(place)) is None:  # places are lines of code, and few

@@ -31,8 +31,8 @@ OPERATIONS: Final = (
     *("append", "fork", "get", "truncate", "create", "list", "delete"),
     *("list_layers", "get_layer", "load_layers", "unload_layers", "server_info"),
 )
-"""What a caller can ask for: attention or a layer, by itself or as one call of a stream; the operations on caches; those
-on layers; and what the server is.
+"""What a caller can ask for: attention or a layer, by itself or as one call of a stream; operations on caches, and on
+layers; and what the server is.
 """
 
 CODES: Final = (

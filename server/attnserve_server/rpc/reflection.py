@@ -7,7 +7,7 @@ would end the stream as a fault of the server, in gRPC's own words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import grpc
@@ -21,21 +21,42 @@ from grpc import aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from attnserve_server.errors import TooManyStreams
+from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.rpcs import Rpcs, connection_of
+
 OLD_NAME: Final[str] = reflection.SERVICE_NAME
 NAME: Final = OLD_NAME.replace("v1alpha", "v1")
 
 
-def register(server: aio.Server, service_names: Iterable[str]) -> None:
-    """Adds reflection of services to a gRPC server that has not started."""
-    names = (*service_names, OLD_NAME, NAME)
-    handler = grpc.stream_stream_rpc_method_handler(
-        ReflectionServicer(names, pool=_described(names)).ServerReflectionInfo,
-        request_deserializer=_request,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    for name in (OLD_NAME, NAME):
-        handlers = {"ServerReflectionInfo": handler}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+class Reflection:
+    """Reflection for anybody; its streams are counted among `streams`."""
+
+    def __init__(self, rpcs: Rpcs, streams: OpenStreams) -> None:
+        self._rpcs = rpcs
+        self._streams = streams
+
+    def register(self, server: aio.Server, service_names: Iterable[str]) -> None:
+        """Adds reflection of services to a gRPC server that has not started."""
+        names = (*service_names, OLD_NAME, NAME)
+        servicer = ReflectionServicer(names, pool=_described(names))
+
+        async def answer(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
+            try:
+                with self._streams.one_more(connection_of(context)):
+                    async for reply in servicer.ServerReflectionInfo(requests, context):
+                        await context.write(reply)
+            except TooManyStreams as error:
+                await self._rpcs.refuse(context, "reflection", error, None)
+
+        handler = grpc.stream_stream_rpc_method_handler(
+            answer,
+            request_deserializer=_request,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        for name in (OLD_NAME, NAME):
+            handlers = {"ServerReflectionInfo": handler}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
 def _described(names: Iterable[str]) -> Any:

@@ -26,7 +26,7 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.rpc.refusals import Refusals, request_id_of
+from attnserve_server.observability.refusals import Refusals, request_id_of
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -141,6 +141,14 @@ def parsed(message_type: type[M], data: bytes) -> M:
         return message_type.FromString(data)
     except DecodeError as error:
         raise Malformed("", error) from None
+
+
+def connection_of(context: aio.ServicerContext[Any, Any]) -> str | None:
+    """The connection, by which callers are told apart where an RPC is for anybody. None on a unix socket, where all of
+    them have the same address.
+    """
+    peer: str = context.peer()
+    return None if peer.startswith("unix") else peer
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:

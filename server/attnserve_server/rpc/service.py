@@ -7,8 +7,7 @@ is the status of its RPC; an error of a call on a stream travels in its reply.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Final, TypeAlias, get_args
@@ -18,11 +17,12 @@ from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Role
-from attnserve_server.errors import RequestError, TooManyStreams, error_for_caller
+from attnserve_server.errors import RequestError, error_for_caller
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Rpcs
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
@@ -62,11 +62,10 @@ class AttentionService:
         self._max_unanswered = max_unanswered
         self._info = info
         self._tracing = tracing
-        self._max_caller_streams = max_caller_streams
+        self._open_streams = OpenStreams(max_caller_streams)
         self._stream_life = stream_life
         self._fast_path = fast_path
         self._streams: set[CallStream] = set()
-        self._streams_by_share: Counter[Hashable] = Counter()
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
@@ -179,46 +178,36 @@ class AttentionService:
     async def _attend_stream(self, _: object, context: Context) -> None:
         self._metrics.stream_opened()
         caller: Caller | None = None
-        stream: CallStream | None = None
-        retirement: asyncio.TimerHandle | None = None
         try:
             caller = self._rpcs.callers.identify(context)
             caller.require("use")
-            self._enter_stream(caller)
-            stream = CallStream(
-                self._engine,
-                self._metrics,
-                self._readers,
-                self._rpcs.callers,
-                caller,
-                context,
-                self._max_message_calls,
-                self._max_unanswered,
-                self._tracing,
-                self._rpcs.refusals,
-                self._fast_path,
-            )
-            self._streams.add(stream)
-            if self._stream_life is not None:
-                retirement = self._stream_life.begin(stream)
-            await stream.serve()
+            with self._open_streams.one_more(caller.share):
+                await self._serve(caller, context)
         except Exception as raised:
             await self._rpcs.refuse(context, "stream", error_for_caller(raised), caller)
         finally:
-            if stream is not None and caller is not None:
-                self._streams.discard(stream)
-                self._leave_stream(caller)
-            if retirement is not None:
-                retirement.cancel()
             self._metrics.stream_closed()
 
-    def _enter_stream(self, caller: Caller) -> None:
-        """Raises TooManyStreams if the caller has as many streams as are allowed."""
-        if self._streams_by_share[caller.share] >= self._max_caller_streams:
-            raise TooManyStreams(self._max_caller_streams)
-        self._streams_by_share[caller.share] += 1
-
-    def _leave_stream(self, caller: Caller) -> None:
-        self._streams_by_share[caller.share] -= 1
-        if not self._streams_by_share[caller.share]:
-            del self._streams_by_share[caller.share]
+    async def _serve(self, caller: Caller, context: Context) -> None:
+        """Serves a stream to its end. Raises RequestError."""
+        stream = CallStream(
+            self._engine,
+            self._metrics,
+            self._readers,
+            self._rpcs.callers,
+            caller,
+            context,
+            self._max_message_calls,
+            self._max_unanswered,
+            self._tracing,
+            self._rpcs.refusals,
+            self._fast_path,
+        )
+        self._streams.add(stream)
+        retirement = None if self._stream_life is None else self._stream_life.begin(stream)
+        try:
+            await stream.serve()
+        finally:
+            self._streams.discard(stream)
+            if retirement is not None:
+                retirement.cancel()

@@ -27,13 +27,13 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.calls import LABELS, Call, read_message
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
-from attnserve_server.rpc.refusals import Refusals, request_id_of
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 

@@ -60,7 +60,7 @@ def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag("log_format"), nargs="?")
     given = parser.parse_known_args(list(argv))[0].log_format
-    text = environ.get(variable("log_format")) if given is None else given
+    text: str = environ.get(variable("log_format"), "") if given is None else given
     (setting,) = (item for item in settings() if item.name == "log_format")
     return text if kind_of(setting).valid(text) else str(setting.default)
 

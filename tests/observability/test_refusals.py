@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import calls
@@ -17,8 +20,10 @@ import pytest
 from google.rpc import error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.tokens import digest, format_hash, new_token
 from attnserve_server.errors import Cancelled, ComputationFailed, InvalidRequest, RequestError
-from attnserve_server.rpc.refusals import BURST, LINES_PER_SECOND, Refusals
+from attnserve_server.observability.refusals import BURST, LINES_PER_SECOND, Refusals
+from attnserve_server.server import CONNECTION_STREAMS
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -39,7 +44,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[list[Any]]:
-    logger, handler = logging.getLogger("attnserve_server.rpc.refusals"), Lines()
+    logger, handler = logging.getLogger("attnserve_server.observability.refusals"), Lines()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -93,7 +98,7 @@ async def test_under_attack_there_are_few_lines_of_a_reason_and_the_rest_is_coun
 
 
 async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve_server.rpc.refusals.SUMMARY_AFTER", 0.0)
+    monkeypatch.setattr("attnserve_server.observability.refusals.SUMMARY_AFTER", 0.0)
     refusals = Refusals(lambda: 0.0)
     note(refusals, invalid(), int(BURST) + 7)
     for _ in range(100):  # turns of the event loop, in one of which the timer fires
@@ -122,7 +127,7 @@ def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
     said = server.stderr()
     assert SECRET.decode() not in said
     logged = [json.loads(line) for line in said.splitlines()]
-    refused = [line for line in logged if line["logger"] == "attnserve_server.rpc.refusals"]
+    refused = [line for line in logged if line["logger"] == "attnserve_server.observability.refusals"]
     first, malformed, *others = refused
     assert (first["operation"], first["reason"], first["request_id"]) == ("attend", "INVALID_FIELD", "mine?one")
     assert "kv_lengths[0]: expected from 0 to 3, found 99" in first["message"]
@@ -131,6 +136,81 @@ def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
     assert BURST - 1 <= len(lines) < 300
     assert all(re.fullmatch(r"rpc-\d+/\d+", line["request_id"]) for line in lines)
     assert len(lines) + sum(line["left_out"] for line in others if "left_out" in line) == 1000
+
+
+def test_refused_readers_of_metrics_are_in_the_log(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """As refused RPCs are: with the reason and an id, without the token, and few of a kind."""
+    known, unknown = new_token(), new_token()
+    (tmp_path / "callers.toml").write_text(
+        f'[[tokens]]\nname = "ann"\nroles = ["use"]\nhash = "{format_hash(digest(known))}"\n'
+    )
+    server = start_server("--log-format", "json", "--device", "cpu", "--callers", str(tmp_path / "callers.toml"))
+
+    def status(**headers: str) -> int:
+        request = urllib.request.Request(f"http://{server.http_address}/metrics", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=30):
+            pass
+        caught.value.close()
+        return caught.value.code
+
+    assert status(**{"Authorization": f"Bearer {known}", "X-Request-Id": "mine one"}) == 403
+    assert status() == 401
+    attempts = 50
+    for _ in range(attempts):
+        assert status(Authorization=f"Bearer {unknown}") == 401
+    assert server.stop() == 0
+    said = server.stderr()
+    assert not re.search(f"{known}|{unknown}", said)
+    logged = [json.loads(line) for line in said.splitlines()]
+    lines = [line for line in logged if line["logger"] == "attnserve_server.observability.refusals"]
+    lacking, nobody, *others = lines
+    assert (lacking["operation"], lacking["code"], lacking["reason"]) == (
+        "metrics",
+        "PERMISSION_DENIED",
+        "ROLE_MISSING",
+    )
+    assert (lacking["caller"], lacking["request_id"]) == ("ann", "mine?one")
+    assert (nobody["code"], nobody["reason"], "caller" in nobody) == ("UNAUTHENTICATED", "NO_TOKEN", False)
+    assert re.fullmatch(r"http-\d+", nobody["request_id"])
+    assert {line["reason"] for line in others} == {"UNKNOWN_TOKEN"}
+    written = [line for line in others if "request_id" in line]
+    assert BURST <= len(written) <= attempts
+    assert len(written) + sum(line.get("left_out", 0) for line in others) == attempts
+
+
+def test_what_anybody_may_ask_is_refused_in_the_log(start_server: Callable[..., Server]) -> None:
+    """Health and reflection: streams beyond those of a connection, and requests that are none."""
+    server = start_server("--log-format", "json", "--device", "cpu")
+    reflection, health = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.health.v1.Health/"
+    with grpc.insecure_channel(server.address) as channel:
+        for method in ("Check", "Watch"):
+            with pytest.raises(grpc.RpcError):
+                list(channel.unary_stream(health + method)(SECRET, timeout=calls.PATIENCE_S))
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary(health + "Check")(b"\x0a\x04nope", timeout=calls.PATIENCE_S)
+        watch = channel.unary_stream(health + "Watch")
+        watches = [watch(b"", timeout=calls.PATIENCE_S) for _ in range(CONNECTION_STREAMS)]
+        assert {next(each) for each in watches} == {b"\x08\x01"}  # SERVING
+        codes = []
+        for begun in (watch(b""), channel.stream_stream(reflection)(iter([b"\x3a\0"]))):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(begun)
+            codes.append(caught.value.code())  # type: ignore[attr-defined]
+        assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="caller_streams") == 2
+        for each in watches:
+            each.cancel()
+    assert server.stop() == 0
+    said = server.stderr()
+    assert SECRET.decode() not in said
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert [(line["operation"], line["reason"]) for line in lines if line["logger"].endswith(".refusals")] == [
+        ("health_check", "MALFORMED_MESSAGE"),
+        ("health_watch", "MALFORMED_MESSAGE"),
+        ("health_check", "NOT_FOUND"),
+        ("health_watch", "TOO_MANY_STREAMS"),
+        ("reflection", "TOO_MANY_STREAMS"),
+    ]
 
 
 def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Server]) -> None:

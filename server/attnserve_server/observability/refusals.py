@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Final
 
@@ -45,11 +45,18 @@ _numbers = itertools.count(1)
 
 
 def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
-    """An RPC's id in the log: that in the caller's metadata `x-request-id`, else a number of our own."""
-    for key, value in context.invocation_metadata() or ():
+    """An RPC's id in the log."""
+    return request_id("rpc", context.invocation_metadata() or ())
+
+
+def request_id(kind: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
+    """A request's id in the log: the one that its caller gave in the metadata or header field `x-request-id`, else a
+    number of our own.
+    """
+    for key, value in fields:
         if key == REQUEST_ID and isinstance(value, str) and value:
             return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
-    return f"rpc-{next(_numbers)}"
+    return f"{kind}-{next(_numbers)}"
 
 
 @cached(64)

@@ -1,0 +1,76 @@
+"""The RPCs of grpc.health.v1, which anybody may call.
+
+The servicer that grpcio-health-checking (1.80) brings forgets the other watchers of a service when one of them leaves,
+and writes to watchers under the lock that setting a status takes. Only its messages are used here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2
+
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, RequestError
+from attnserve_server.observability.health import Health
+from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.rpcs import Context, Handler, Rpcs, connection_of, parsed
+
+HEALTH_SERVICE_NAME: Final = "grpc.health.v1.Health"
+
+MAX_REQUEST_BYTES: Final = 1024
+"""Longer than any request for a service that is here. A watch keeps its request."""
+
+
+class HealthService:
+    """The service for one server's health. Watches are counted among `streams`."""
+
+    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenStreams) -> None:
+        self._health = health
+        self._rpcs = rpcs
+        self._streams = streams
+
+    def register(self, server: aio.Server) -> None:
+        """Adds the service to a gRPC server that has not started."""
+        handlers: dict[str, Handler] = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_SERVICE_NAME, handlers),))
+
+    async def _check(self, data: bytes, context: Context) -> bytes:
+        """The present status of a service."""
+        try:
+            service = _service_in(data)
+            status = self._health.status(service)
+            if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+                raise NotFound("service", service)
+        except RequestError as error:
+            await self._rpcs.refuse(context, "health_check", error, None)
+        return _encoded(status)
+
+    async def _watch(self, data: bytes, context: Context) -> NoReturn:
+        """The present status of a service, and each later one when it changes."""
+        try:
+            service, last = _service_in(data), None
+            with self._streams.one_more(connection_of(context)):
+                while await self._health.changed(service, last):
+                    last = self._health.status(service)
+                    await context.write(_encoded(last))
+        except RequestError as error:
+            await self._rpcs.refuse(context, "health_watch", error, None)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+
+def _service_in(data: bytes) -> str:
+    """The service that a request is about. Raises InvalidRequest."""
+    if len(data) > MAX_REQUEST_BYTES:
+        raise InvalidRequest("", f"at most {MAX_REQUEST_BYTES} bytes", len(data), LIMIT_EXCEEDED)
+    service: str = parsed(health_pb2.HealthCheckRequest, data).service
+    return service
+
+
+def _encoded(status: Any) -> bytes:
+    message: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return message

@@ -1,0 +1,39 @@
+"""Bounds on open streams, of one caller and of all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from attnserve_server.errors import TooManyStreams
+from attnserve_server.rpc.open_streams import OpenStreams
+
+
+def test_one_caller_has_so_many_and_another_as_many() -> None:
+    streams = OpenStreams(2)
+    with ExitStack() as stack:
+        for share in ("a", "b", "a", "b"):
+            stack.enter_context(streams.one_more(share))
+        for share in ("a", "b"):
+            with pytest.raises(TooManyStreams, match="the caller has 2 streams"):
+                stack.enter_context(streams.one_more(share))
+    with streams.one_more("a"), streams.one_more("a"):
+        pass
+
+
+def test_callers_that_cannot_be_told_apart_are_bounded_together_only() -> None:
+    streams = OpenStreams(1, 3)
+    with ExitStack() as stack:
+        for share in (None, None, "a"):
+            stack.enter_context(streams.one_more(share))
+        with pytest.raises(TooManyStreams, match="all callers together have 3 streams") as caught:
+            stack.enter_context(streams.one_more("b"))
+    assert (caught.value.reason, caught.value.rejection) == ("TOO_MANY_STREAMS", "caller_streams")
+
+
+def test_a_stream_that_breaks_is_counted_no_longer() -> None:
+    streams = OpenStreams(1, 1)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), streams.one_more("a"):
+            raise ZeroDivisionError
