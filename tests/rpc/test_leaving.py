@@ -14,7 +14,8 @@ import calls
 import grpc
 import messages
 import pytest
-from conftest import Server
+import soon_pinging
+from conftest import POOL, Server
 from dam import Dam
 from occupied import Occupied
 
@@ -40,6 +41,14 @@ def channel(server: Server) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(server.address, OPTIONS) as channel:
         yield channel
 
+
+SILENT_CALLER = """
+import queue, sys
+import grpc
+channel = grpc.insecure_channel(sys.argv[1])
+list(channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")(iter(queue.Queue().get, None)))
+"""
+"""It has a stream without a deadline, and nothing to say."""
 
 Leave = Callable[[], object]
 
@@ -186,3 +195,29 @@ def test_the_memory_of_what_waits_is_let_go_with_its_stream(server: Server, chan
             stream.vanish()
         calls.until_nothing_is_in_flight(server.http_address)
     assert found[1] - found[0] < count * request.ByteSize() / 2
+
+
+def test_a_caller_that_has_vanished_is_noticed(tmp_path: Path) -> None:
+    """Its connection is not closed, as when its machine is lost: it only answers nothing."""
+    server = Server((*POOL, "--device", "cpu"), tmp_path / "stderr", program=(soon_pinging.__file__,))
+
+    def streams() -> float:
+        return calls.metric(server.http_address, "attnserve_streams")
+
+    caller = subprocess.Popen([sys.executable, "-c", SILENT_CALLER, server.address])
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            staying = calls.Stream(channel)
+            calls.until(lambda: streams() == 2, "both are there")
+            caller.send_signal(signal.SIGSTOP)
+            calls.until(lambda: streams() == 1, "the silent one has gone")
+            staying.send(calls.call(1, messages.random_attend(0)))
+            (reply,) = staying.replies(1)
+            assert not reply.error.code
+            staying.half_close()
+            staying.rest()
+    finally:
+        caller.kill()
+        caller.wait()
+        status = server.stop()
+    assert status == 0, server.stderr()

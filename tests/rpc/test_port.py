@@ -38,6 +38,17 @@ def test_grpc_knows_every_option() -> None:
     assert {name for name in names if name.encode() + b"\0" not in core} == set()
 
 
+def test_pings_agree() -> None:
+    """The server pings no more often than it lets callers ping it, and is as patient as the documents say."""
+    options = dict(channel_options(Config()))
+    every, patience = options["grpc.keepalive_time_ms"], options["grpc.keepalive_timeout_ms"]
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= every < 5 * 60_000
+    assert (patience, options["grpc.http2.max_pings_without_data"]) == (options["grpc.http2.ping_timeout_ms"], 0)
+    said = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8").split())
+    assert f"silent for {every // 1000} s is pinged, and its connection ends if it does not answer within" in said
+    assert f"within {patience // 1000} s" in said
+
+
 @pytest.fixture
 async def server() -> AsyncIterator[aio.Server]:
     """A server that has not started."""

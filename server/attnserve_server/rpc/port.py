@@ -25,6 +25,12 @@ SETTINGS_TIMEOUT_MS: Final = 10_000
 server is busy, keeps its descriptor for that long: a minute by gRPC's default.
 """
 
+KEEPALIVE_MS: Final = 60_000
+"""After how long without a word a caller is pinged: one whose machine has vanished would keep its streams, and its
+places among `max_caller_streams`, for hours."""
+KEEPALIVE_TIMEOUT_MS: Final = 20_000
+"""How long a caller may take to answer a ping. A synchronous client in C++ that has no calls reads every 5 s."""
+
 LOOPBACK: Final = ("127.0.0.1", "::1")
 """What `localhost` means, whatever the hosts file says: it may be served without TLS and identified callers."""
 FREE_PORT_TRIES: Final = 100
@@ -36,7 +42,11 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     yield "grpc.so_reuseport", 0
     yield "grpc.max_receive_message_length", config.max_message_bytes
     yield "grpc.max_send_message_length", -1
+    yield "grpc.keepalive_time_ms", KEEPALIVE_MS
+    yield "grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS
+    yield "grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS  # which is the one that gRPC 1.85 obeys
     yield "grpc.keepalive_permit_without_calls", 1
+    yield "grpc.http2.max_pings_without_data", 0  # no bound: an idle stream may stay
     yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
     yield "grpc.http2.settings_timeout", SETTINGS_TIMEOUT_MS
     yield from _for_unbegun_calls(config)
