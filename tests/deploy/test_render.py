@@ -42,6 +42,10 @@ CUSTOM: dict[tuple[str, str], Any] = {
     ("monitoring.coreos.com/v1", "PodMonitor"): prometheus_operator.PodMonitor,
     ("monitoring.coreos.com/v1", "PrometheusRule"): prometheus_operator.PrometheusRule,
 }
+NEWER_THAN_MODELS = "behavior" not in keda.Fallback.model_fields
+"""Whether the models of KEDA lack `fallback.behavior`, as those of 2.16 do, the last for Python before 3.14. Those of
+2.20 have it, with the value that is used here.
+"""
 CLUSTER_WIDE = ("Namespace",)
 SECRETS = {
     name
@@ -73,6 +77,9 @@ def fault(text: str) -> str | None:
     """The fault in a manifest, if any. The manifest is JSON for caching: the same one is in many renderings."""
     manifest = json.loads(text)
     model = CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
+    if model is keda.ScaledObject and NEWER_THAN_MODELS:
+        del manifest["spec"]["fallback"]["behavior"]
+        text = json.dumps(manifest)
     try:
         if model is not None:
             model.model_validate_json(text, strict=True, extra="forbid", by_alias=True, by_name=False)

@@ -108,6 +108,8 @@ def test_both_autoscalings_want_the_same() -> None:
         scaled["maxReplicaCount"],
     )
     assert scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
+    # KEDA's default, static, would remove all others when Prometheus is down.
+    assert scaled["fallback"]["behavior"] == "currentReplicasIfHigher"
     down, up = horizontal["behavior"]["scaleDown"], horizontal["behavior"]["scaleUp"]
     assert down["stabilizationWindowSeconds"] >= 300 > up["stabilizationWindowSeconds"]
     assert all(policy["type"] == "Pods" and policy["value"] == 1 for policy in down["policies"])
