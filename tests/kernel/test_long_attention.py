@@ -163,6 +163,32 @@ def test_rows_that_a_mask_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask_shape": (301, 333)}, {"bias_shape": (301, 333)}, {"window": (50, 3)}]
+)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_may_be_beyond_float32(options: dict[str, Any], sign: int) -> None:
+    """Where all scores of a row are minus infinity in float32, its best key has all the weight nevertheless."""
+    case = Plan(**LONG, **options).case(7)
+    query, key = np.abs(case.query) * np.float32(1e20), np.abs(case.key) * np.float32(sign * 1e20)
+    for name, nothing in (("mask", False), ("bias", -np.inf)):
+        if name in case.options:
+            case.options[name][77] = nothing
+    case = replace(case, query=query, key=key)
+    result = run(call_of(case, return_lse=True))
+    assert result.kernel == blocked_cpu.NAME or not blocked_cpu.AVAILABLE
+    accuracy.check_beyond_float32(case, result)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_rows_with_nothing_to_attend_are_not_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Plan(**LONG, **{f"{name}_shape": (301, 333)}).case(8)
+    case.options[name][77] = False if name == "mask" else -np.inf
+    if blocked_cpu.AVAILABLE:
+        monkeypatch.setattr(math, "attend_heads", None)
+    check(case)
+
+
+@pytest.mark.parametrize(
     "options", [{}, {"causal": True, "group": 3}, {"mask_shape": (4, 1, 301, 333), "sinks": True}, {"window": (50, 3)}]
 )
 def test_bits_depend_on_the_sequence_alone(options: dict[str, Any]) -> None:

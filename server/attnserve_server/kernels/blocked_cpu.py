@@ -6,8 +6,9 @@ those of e, and are not shifted by the largest score of their row unless their s
 block is computed again, and the rows in question are replaced.
 
 oneDNN generates code for each new shape, which takes longer than running it: blocks have few shapes, and the excess at
-their ends is excluded like other keys. NaN and infinities show in the output; such heads are computed again by the
-math kernel. Each block of a head is computed by itself: a row's bits depend on nothing but its request.
+their ends is excluded like other keys. NaN and infinities show in the output; such heads are computed again by the math
+kernel, and so are those with a row whose scores have all overflowed to minus infinity. Each block of a head is computed
+by itself: a row's bits depend on nothing but its request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 from attnserve_server.host.cpus import is_amd
 from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, nothing_to_attend
+from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, exclusion, nothing_to_attend
 from attnserve_server.kernels.blocks import KEY_GRID, Block, plan
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 
@@ -87,16 +88,32 @@ def attend(call: AttentionCall) -> AttentionResult:
     for n, kv_head in product(range(count), range(kv_heads)):
         mine = n, slice(kv_head * group, (kv_head + 1) * group), reaching
         output[mine], total[mine], shift[mine] = _Head(call, *mine, kv_head, rows, blocks).attend()
+    lost = None
+    if not total[..., reaching].all():
+        lost = (total[..., reaching] == 0) & ~_are_empty(call.queries(reaching.start, reaching.stop))
     lse = None
     if call.return_lse or call.sinks is not None:
         # Shifts are in units of the scores.
         lse = total.log2_().mul_(LN_2).add_(shift, alpha=LN_2 if call.bias is None else 1)[..., :query_length]
         if call.sinks is not None:
             output, lse = add_sinks(output, lse, call.sinks[None, :, None])
-    if not isfinite(output.sum().item()):
-        finite = torch.isfinite(output).view(count, kv_heads, -1).all(2)
-        math.attend_heads(call, torch.nonzero(~finite).tolist(), output, lse)
+    if (lost is not None and lost.any()) or not isfinite(output.sum().item()):
+        sound = torch.isfinite(output).view(count, kv_heads, -1).all(2)
+        if lost is not None:
+            sound &= ~lost.view(count, kv_heads, -1).any(2)
+        math.attend_heads(call, torch.nonzero(~sound).tolist(), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
+
+
+def _are_empty(call: AttentionCall) -> torch.Tensor:
+    """Bool that broadcasts to a call's rows [N, Hq, Lq], true where every key is excluded or has a bias of -inf."""
+    kv_length = call.key.shape[2]
+    band = Band.of(call.query.shape[2], kv_length, call.offset, call.causal, call.window)
+    excluded = exclusion(call, band, 0, kv_length, False)
+    if call.bias is not None:
+        lowest = call.bias == -torch.inf
+        excluded = lowest if excluded is None else lowest | excluded
+    return torch.tensor(False) if excluded is None else excluded.all(-1)
 
 
 class _Head:
