@@ -28,11 +28,11 @@ async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() ->
     waiting = [asyncio.create_task(take("a", number)) for number in range(1, 4)]
     await asyncio.sleep(0)
     assert had == [("a", 0), ("b", 0)]
-    first(None)
+    first()
     second = await waiting[0]
-    second(None)
+    second()
     waiting[1].cancel()  # its turn has come, and it does not know
-    waiting[2].add_done_callback(lambda task: task.result()(None))
+    waiting[2].add_done_callback(lambda task: task.result()())
     with pytest.raises(asyncio.CancelledError):
         await waiting[1]
     await waiting[2]
@@ -42,8 +42,8 @@ async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() ->
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    other(None)
-    (await take("b", 2))(None)
+    other()
+    (await take("b", 2))()
     await asyncio.sleep(0)
     assert not turns.callers, "nothing is kept of those who wait for nothing"
 

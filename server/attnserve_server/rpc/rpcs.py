@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
@@ -49,8 +50,8 @@ class CallerTurns:
         """How many callers have a turn."""
         return len(self._waiting)
 
-    async def take(self, caller: Hashable) -> Callable[[object], None]:
-        """Waits for a turn; returns what ends it, to be called once with anything."""
+    async def take(self, caller: Hashable) -> Callable[[], None]:
+        """Waits for a turn; returns what ends it, to be called once."""
         waiting = self._waiting.get(caller)
         if waiting is None:
             self._waiting[caller] = deque()
@@ -62,7 +63,7 @@ class CallerTurns:
                 if turn.done() and not turn.cancelled():  # it came as the call was cancelled
                     self._end(caller)
                 raise
-        return lambda _: self._end(caller)
+        return partial(self._end, caller)
 
     def _end(self, caller: Hashable) -> None:
         waiting = self._waiting[caller]
@@ -105,7 +106,7 @@ class Rpcs:
                 caller = self.callers.identify(context)
                 caller.require(*roles)
                 if one_at_a_time:
-                    context.add_done_callback(await turns.take(caller.share))
+                    when_sent(context, await turns.take(caller.share))
                 reply = answer(caller, parsed(request_type, data))
                 if inspect.isawaitable(reply):
                     reply = await reply
@@ -131,6 +132,11 @@ class Rpcs:
                 self._metrics.usage.of(caller.name).rejected += 1
         self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
         await abort(context, error)
+
+
+def when_sent(context: aio.ServicerContext[Any, Any], do: Callable[[], object]) -> None:
+    """Does something when gRPC has sent all of an RPC's reply, or never will."""
+    context.add_done_callback(lambda _: do())  # type: ignore[arg-type]  # the stubs do not know functions
 
 
 def parsed(message_type: type[M], data: bytes) -> M:

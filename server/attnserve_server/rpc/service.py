@@ -23,7 +23,7 @@ from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
-from attnserve_server.rpc.rpcs import Context, Rpcs
+from attnserve_server.rpc.rpcs import Context, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.engine import Engine
@@ -114,7 +114,7 @@ class AttentionService:
             if trace is not None:
                 trace.finish("CANCELLED", perf_counter())
             raise
-        context.add_done_callback(lambda _: self._engine.release(held))  # gRPC has sent the reply, or never will
+        when_sent(context, partial(self._engine.release, held))
         self._metrics.sent(len(reply))
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
