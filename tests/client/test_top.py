@@ -124,6 +124,16 @@ def test_the_view_fits(width: int) -> None:
     assert "…" not in shown
 
 
+def test_of_many_operations_the_usual_ones_are_shown() -> None:
+    lines = [f'attnserve_requests_total{{{{operation="made{n}",code="OK"}}}} {n}' for n in range(1, 9)]
+    page = PAGE.replace("# TYPE attnserve_request_duration", "\n".join([*lines, "# TYPE attnserve_request_duration"]))
+    samples = Reading.parse(page.format(ok=1234, failed=0, busy=0, flops=0)).samples
+    shown = text(figures(Reading(samples, 0), Reading(samples, 1)))
+    named = [line.split()[0] for line in shown.splitlines() if line.startswith(("attend", "made"))]
+    assert named == ["attend", "made8", "made7", "made6", "made5", "made4"]
+    assert "\n3 more" in shown
+
+
 @pytest.mark.parametrize("port", [8002, 34655])
 def test_the_address_stands_apart_from_the_version(port: int) -> None:
     """Even if the two fill the line, and the version goes on in the next."""
@@ -142,7 +152,7 @@ def test_the_figures_of_a_real_server(server: Any) -> None:
         calls.until_nothing_is_in_flight(server.http_address)
         after = Reading.of(f"http://{server.http_address}/")
     found = figures(before, after)
-    assert found.requests * found.seconds == pytest.approx(21)
+    assert found.requests * found.seconds == pytest.approx(22), "the cache's creation is one, too"
     assert found.query_tokens * found.seconds == pytest.approx(60)
     assert found.operations["attend_stream"].requests * found.seconds == pytest.approx(20)
     assert found.operations["append"].requests * found.seconds == pytest.approx(1)

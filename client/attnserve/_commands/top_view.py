@@ -16,6 +16,8 @@ from attnserve._commands.top_figures import Figures, Rates
 
 _BAR: Final = 12
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
+_ROWS: Final = 6
+"""How many operations are shown: those of which there were most requests."""
 _NAMES: Final = 4
 """How many callers, layers or kernels are named; the others are only counted."""
 
@@ -101,11 +103,13 @@ def _operations(figures: Figures) -> Table:
     table.add_column("operation")
     for title in ("requests/s", "p50", "p99", "failed/s"):
         table.add_column(title, justify="right")
-    for name, operation in figures.operations.items():
+    for name, operation in list(figures.operations.items())[:_ROWS]:
         failed = Text(_rate(operation.failed), style="bold red" if operation.failed else "")
         table.add_row(Text(name), _rate(operation.requests), _seconds(operation.p50), _seconds(operation.p99), failed)
     if not figures.operations:
         table.add_row("no requests yet")
+    if (more := len(figures.operations) - _ROWS) > 0:
+        table.add_row(f"{more} more")
     return table
 
 
