@@ -10,7 +10,7 @@ from askers import arrays
 
 from attnserve import AsyncClient, Client, ClientClosedError
 from attnserve._servers.replicas import Replica
-from attnserve._settings.retry import RetryBudget
+from attnserve._settings.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is noted of answers: that the server works, and that a refused call may be sent again."""
     notes: list[str] = []
-    worked, answered = Replica.worked, RetryBudget.answered
+    worked, answered = Replica.worked, RetryPolicy.answered
 
     def note_work(self: Replica, now: float, begin: float) -> None:
         notes.append("worked")
         worked(self, now, begin)
 
-    def note_answer(self: RetryBudget, calls: int, now: float) -> None:
+    def note_answer(self: RetryPolicy, calls: int, now: float) -> None:
         notes.append("answered")
         answered(self, calls, now)
 
     monkeypatch.setattr(Replica, "worked", note_work)
-    monkeypatch.setattr(RetryBudget, "answered", note_answer)
+    monkeypatch.setattr(RetryPolicy, "answered", note_answer)
     return notes
 
 
