@@ -7,7 +7,8 @@ from typing import Final, Protocol, cast
 
 from benchmarks.chaos.outcome import Figure
 
-NAMES: Final = ("guilt", "device", "drain", "rolling", "kill", "network", "overload", "unary", "returning", "soak")
+OVERLOADS: Final = ("overload", "unary", "returning", "returning_unary")
+NAMES: Final = ("guilt", "device", "drain", "rolling", "kill", "network", *OVERLOADS, "soak")
 """Each is a module of this package."""
 
 

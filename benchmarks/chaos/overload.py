@@ -106,7 +106,10 @@ class Load:
         ]
         self._random = np.random.default_rng(0)
         self._round: list[int] = []
-        """Which are next: all lengths come equally often, or capacities would differ by what was drawn."""
+        """Which are next in a closed loop: all lengths come equally often, or capacities would differ by what was
+        drawn. In an open one, what is refused would then be shorter than what is accepted: where a long one has filled
+        the server, those that are left in its round are shorter.
+        """
         self._numbers = count()
 
     async def __aenter__(self) -> Load:
@@ -118,13 +121,16 @@ class Load:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
-    async def ask(self, answers: Answers, due: float) -> None:
+    def _next_in_round(self) -> int:
+        if not self._round:
+            self._round = self._random.permutation(len(self._requests)).tolist()
+        return self._round.pop()
+
+    async def _ask(self, which: int, answers: Answers, due: float) -> None:
         """Makes one call. What is computed counts if that is within `answers.counted`; times are from when the call was
         due.
         """
-        if not self._round:
-            self._round = self._random.permutation(len(self._requests)).tolist()
-        length, request = self._requests[self._round.pop()]
+        length, request = self._requests[which]
         answers.calls += 1
         reply = await self._callers[next(self._numbers) % CALLERS].ask(request)
         if reply.HasField("error"):
@@ -145,7 +151,7 @@ class Load:
 
             async def caller() -> None:
                 while (now := perf_counter()) < answers.counted[1]:
-                    await self.ask(answers, now)
+                    await self._ask(self._next_in_round(), answers, now)
 
             await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
@@ -156,7 +162,8 @@ class Load:
         async with self._measured(seconds) as answers, asyncio.TaskGroup() as calls:
             while (due := due + self._random.exponential(1 / rate)) < answers.counted[1]:
                 await asyncio.sleep(max(0.0, due - perf_counter()))
-                calls.create_task(self.ask(answers, due))
+                which = int(self._random.integers(len(self._requests)))
+                calls.create_task(self._ask(which, answers, due))
         return answers
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import numpy as np
 from google.rpc.error_details_pb2 import RetryInfo
@@ -118,11 +118,13 @@ class Unary:
 class Sdk:
     """One caller: the SDK as it comes, which asks a full server again when that says, if it answers others."""
 
+    transport: ClassVar[Literal["stream", "unary"]] = "stream"
+
     told_within: ClassVar[float] = 2.0
     slower: ClassVar[float | None] = None
 
     def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, transport=self.transport)
 
     async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
         """Whether one call was answered, after all attempts."""
@@ -140,3 +142,9 @@ class Sdk:
     async def close(self) -> None:
         """Ends the client."""
         await self._client.close()
+
+
+class SdkUnary(Sdk):
+    """The same, with an RPC for each call."""
+
+    transport = "unary"

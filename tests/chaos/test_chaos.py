@@ -10,7 +10,7 @@ from conftest import POOL
 
 from benchmarks.chaos import device, drain, kill, rolling
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
-from benchmarks.chaos.experiments import NAMES
+from benchmarks.chaos.experiments import NAMES, OVERLOADS
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
 from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept, with_report
 
@@ -32,7 +32,7 @@ def kept(name: str, minutes: float = 0.05) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("device", "overload", "unary", "returning")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("device", *OVERLOADS)])
 def test_the_promise_is_kept(name: str) -> None:
     kept(name)
 
