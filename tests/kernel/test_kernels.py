@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from kernel_calls import call_of, run, tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnserve_server.kernels import attend
+from attnserve_server.kernels import attend, flash_cpu, math
+from attnserve_server.native import library
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
 
@@ -132,6 +133,28 @@ def test_queries_and_keys_may_take_scores_beyond_float32(dtype: str, options: di
     query, key = (np.abs(array.astype(np.float64)) * 1e20 for array in (case.query, case.key))
     case = Case(query.astype(DTYPES[dtype]), (sign * key).astype(DTYPES[dtype]), case.value, case.options)
     accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+
+
+def test_a_softcap_does_not_hide_that_scores_are_beyond_float32() -> None:
+    """The products of query and keys are infinite in float32, and differ once they are scaled and capped."""
+    case = Plan(dtype="bfloat16", query_length=2, key_length=2, scale=1e-38, softcap=30.0).case(6)
+    case.query[:] = 3e19
+    case.key[..., 0, :], case.key[..., 1, :] = 3e19, 2e19
+    accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
+def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single key with a score of 0, as padding has, looks like a row whose scores are all beyond float32."""
+    case = Plan(query_length=80, key_length=80, causal=True).case(7)
+    case.query[..., :1, :] = 0
+    monkeypatch.setattr(math, "attend_heads", None)
+    result = run(call_of(case, return_lse=True))
+    assert result.kernel == flash_cpu.NAME
+    accuracy.check(case, result)
+
+
+def test_the_native_kernel_leaves_the_same_numbers_to_others() -> None:
+    assert math.MAX_FACTOR == library.MAX_FACTOR
 
 
 @pytest.mark.parametrize("stage", oracle.STAGES)

@@ -12,8 +12,9 @@ from grpc import aio, method_handlers_generic_handler
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers
+from attnserve_server.errors import ShareExceeded
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.rpc.rpcs import CallerTurns, Rpcs
+from attnserve_server.rpc.rpcs import MOST_WAITING, CallerTurns, Rpcs
 
 
 async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() -> None:
@@ -46,6 +47,27 @@ async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() ->
     (await take("b", 2))()
     await asyncio.sleep(0)
     assert not turns.callers, "nothing is kept of those who wait for nothing"
+
+
+async def test_few_wait_and_those_who_leave_make_room() -> None:
+    turns = CallerTurns()
+    end = await turns.take("a")
+    waiting = [asyncio.create_task(turns.take("a")) for _ in range(MOST_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(ShareExceeded):
+        await turns.take("a")
+    (await turns.take("b"))()
+    for task in waiting[:10]:
+        task.cancel()
+    await asyncio.wait(waiting[:10])
+    waiting += [asyncio.create_task(turns.take("a")) for _ in range(10)]
+    await asyncio.sleep(0)
+    with pytest.raises(ShareExceeded):
+        await turns.take("a")
+    end()
+    for task in waiting[10:]:
+        (await task)()
+    assert not turns.callers
 
 
 async def test_a_caller_who_does_not_read_a_reply_waits_for_the_next() -> None:

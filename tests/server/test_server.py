@@ -125,6 +125,8 @@ def test_a_unary_reply_on_its_way_is_awaited(start_server: Callable[..., Server]
         server.process.send_signal(signal.SIGTERM)
         calls.until(lambda: "draining" in server.stderr(), "it drains")
         if not code:
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.process.wait(2.0)
             dam.open()
             calls.assert_answers(pb.AttendResponse.FromString(reply.result()), request)
         assert server.process.wait(calls.PATIENCE_S) == code

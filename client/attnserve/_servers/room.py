@@ -35,15 +35,17 @@ class Room:
         self._refusal: tuple[float, float, float, OverloadedError] | None = None
         """The last refusal that holds for other calls: from when until when, from how many bytes on, and the error."""
 
-    def refused(self, now: float, error: AttnServeError | None, size: int) -> None:
-        """Notes the error that a call of so many bytes ended with, whatever it is."""
+    def refused(self, now: float, error: AttnServeError | None, size: int | None) -> None:
+        """Notes the error that a call of so many bytes ended with, whatever it is; None if they are unknown."""
         delay = room_after(error)
         if delay is None:
             return
         until = now + min(delay, LONGEST)
         self.until = max(self.until, until)
         assert isinstance(error, OverloadedError)  # else there is no delay
-        least = 0 if error.bound in _FOR_ALL else size if error.bound == "bytes" else inf
+        least: float = 0 if error.bound in _FOR_ALL else size if error.bound == "bytes" and size is not None else inf
+        if (noted := self._refusal) is not None and until <= noted[1] and noted[2] <= least:
+            return  # that holds for more calls, and for longer
         if least < inf:
             copy = OverloadedError(str(error), code=error.code, details=error.details)  # without the caller's frames
             self._refusal = now, until, least, copy
@@ -55,10 +57,7 @@ class Room:
         if (noted := self._refusal) is None:
             return None
         since, until, least, error = noted
-        if now >= until:
-            self._refusal = None
-            return None
-        if size < least:
+        if now >= until or size < least:
             return None
         details: list[Message] = [detail for detail in error.details if not isinstance(detail, RetryInfo)]
         details.append(left := RetryInfo())

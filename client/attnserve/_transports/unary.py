@@ -91,7 +91,7 @@ class UnaryCall(Generic[F, C]):
         status = status_from_rpc_error(error)
         verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
-        connection.replica.room.refused(now, refusal, self._size or 0)
+        connection.replica.room.refused(now, refusal, self._size)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:
             verdict = no_reply(self._timeout, connection.replica.address)  # gRPC's own says neither
             verdict.resent = self._resent

@@ -25,8 +25,8 @@ NAME_BYTES: Final = 18
 GIVEN_UP_SECONDS: Final = 300.0
 """How long a request that was given up cannot make a cache: longer than a request is in transit."""
 SHARE: Final = 8
-"""A named caller may have this many times as many caches as there may still be, so that others always find room: eight
-ninths of all if it is alone (as in `scheduling.admission`).
+"""A named caller may take a place if it has no more than this many times as many caches as are then left: eight ninths
+of all if it is alone (as in `scheduling.admission`). The last place is for one who has none.
 """
 MAX_GIVEN_UP: Final = 1 << 14
 """How many of these requests are remembered: the latest."""
@@ -124,7 +124,7 @@ class Register:
     def _make_room_for_one(self, owner: str | None, now: float) -> None:
         while True:
             left = self.max_caches - len(self._caches)
-            has_its_share = owner is not None and self._owned[owner] > SHARE * left
+            has_its_share = owner is not None and self._owned[owner] > SHARE * (left - 1)
             if left > 0 and not has_its_share:
                 return
             if not self._evict_oldest(now, "caches"):

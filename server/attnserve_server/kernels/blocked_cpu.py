@@ -40,6 +40,8 @@ MAX_SCALE = 2.0**20
 """Queries are scaled, not scores; by more than this, or less than its inverse, they might leave their range."""
 SAFE_TOTAL = 2.0**100
 """A sum of weights up to this, and down to its inverse, has lost nothing to the range of float32."""
+EXCLUDED_ELEMENTS = 1 << 22
+"""The most elements that say which keys are excluded for a block of queries whose weights sum to 0."""
 LN_2, LOG2_E = log(2), 1 / log(2)
 MINUS_INFINITY_BITS = -(1 << 23)
 """The bits of minus infinity in float32, as those of an int32."""
@@ -90,19 +92,30 @@ def attend(call: AttentionCall) -> AttentionResult:
         output[mine], total[mine], shift[mine] = _Head(call, *mine, kv_head, rows, blocks).attend()
     lost = None
     if not total[..., reaching].all():
-        lost = (total[..., reaching] == 0) & ~_are_empty(call.queries(reaching.start, reaching.stop))
+        lost = _lost(call.queries(reaching.start, reaching.stop), total[..., reaching] == 0)
     lse = None
     if call.return_lse or call.sinks is not None:
         # Shifts are in units of the scores.
         lse = total.log2_().mul_(LN_2).add_(shift, alpha=LN_2 if call.bias is None else 1)[..., :query_length]
         if call.sinks is not None:
             output, lse = add_sinks(output, lse, call.sinks[None, :, None])
-    if (lost is not None and lost.any()) or not isfinite(output.sum().item()):
+    if lost is not None or not isfinite(output.sum().item()):
         sound = torch.isfinite(output).view(count, kv_heads, -1).all(2)
         if lost is not None:
             sound &= ~lost.view(count, kv_heads, -1).any(2)
         math.attend_heads(call, torch.nonzero(~sound).tolist(), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
+
+
+def _lost(call: AttentionCall, zero: torch.Tensor) -> torch.Tensor | None:
+    """Which of the rows [N, Hq, Lq] whose sums of weights are `zero` have a key to attend; None if none has."""
+    count, heads, query_length = zero.shape
+    step = max(1, EXCLUDED_ELEMENTS // (count * heads * call.key.shape[2]))
+    for start in range(0, query_length, step):
+        rows = zero[..., start : start + step]
+        if rows.any():
+            rows &= ~_are_empty(call.queries(start, min(start + step, query_length)))
+    return zero if zero.any() else None
 
 
 def _are_empty(call: AttentionCall) -> torch.Tensor:

@@ -30,6 +30,8 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 WINDOW_BLOCK = 256
 """The queries of a block where a window or offset excludes keys: smaller blocks reach fewer keys, larger run faster."""
 MIN_BLOCK = 16
+LARGE = 1e37
+"""Scores up to this are certain not to overflow in float32, exponent and all."""
 BIASED_HEADS = 16
 """The number of heads for which ALiBi's biases have MAX_BLOCK_ELEMENTS. Blocks do not depend on a call's own number of
 heads, which may be a part of a request's: where blocks end shows in the bits.
@@ -97,7 +99,7 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
     width = call.value.shape[-1]
     if output.shape[-1] != width:
         output = output[..., :width]
-    doubtful = _doubtful(lse)
+    doubtful = _doubtful(call, lse)
     if doubtful is not None or not _is_finite(output):
         output, lse = output.contiguous(), lse.contiguous()
         math.attend_heads(call, _suspect_heads(call.key.shape[1], output, doubtful), output, lse)
@@ -121,7 +123,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, key, value, bias, causal, scale)
     output = output[..., :width]
-    doubtful = _doubtful(lse)
+    doubtful = _doubtful(call, lse)
     if shift is not None:
         lse = lse + shift
     if excluded is not None and bias is not None and not isfinite(bias.amax(-1).amin().item()):
@@ -233,14 +235,19 @@ def _barred(excluded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return 1 - (~excluded).view(torch.uint8).to(dtype).reciprocal_()
 
 
-def _doubtful(lse: torch.Tensor) -> torch.Tensor | None:
+def _doubtful(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor | None:
     """The lse, not finite for rows whose scores may have overflowed; None if there is no such row.
 
-    The kernel gives 0 if all scores of a row are -inf, as it does for a single key with a score of 0. An infinite score
-    may give NaN where that key is excluded: inf - inf.
+    The kernel gives 0 if all scores of a row are -inf, as it does for a single key with a score of 0, such as padding
+    has: hence the look at what scores there can be. An infinite score may give NaN where that key is excluded: inf -
+    inf.
     """
     if isfinite((lse / lse).sum().item()):
         return None
+    if call.bias is None and call.alibi_slopes is None:
+        query, key = (tensor.abs().amax().item() for tensor in (call.query, call.key))
+        if query * key * call.query.shape[-1] * abs(call.scale) < LARGE:
+            return None
     return lse.masked_fill(lse == 0, torch.nan)
 
 

@@ -135,8 +135,8 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
     for start in range(0, query_length, rows):
         stop = min(start + rows, query_length)
         s = score(_aligned(query[:, :, start:stop], exact))
-        if exact != torch.float64 and call.return_scores not in (None, "weights"):
-            in_range &= _are_finite(s)
+        if exact != torch.float64 and (call.softcap > 0 or call.return_scores not in (None, "weights")):
+            in_range &= _are_finite(s)  # a softcap hides an infinite score
         if call.return_scores == "raw" and scores is not None:
             scores[:, :, start:stop] = s
         if call.softcap > 0:

@@ -32,7 +32,9 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 MAX_WIDTH: Final = 1024
 """The widest head: a block of keys and one of values should stay in a cache near the processor."""
 MAX_FACTOR: Final = 1e20
-"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary."""
+"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary; as
+in `kernels.math`, which needs torch.
+"""
 
 Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Bias, slopes and sinks are float32,

@@ -24,6 +24,7 @@ from attnserve_server.errors import (
     InvalidRequest,
     Malformed,
     RequestError,
+    ShareExceeded,
     error_for_caller,
 )
 from attnserve_server.observability.metrics import Metrics
@@ -38,8 +39,15 @@ MAX_PLAIN_BYTES: Final = 4 << 20
 """The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
 
 
+MOST_WAITING: Final = 100
+RETRY_DELAY: Final = 1.0
+"""After how many seconds a caller is to ask again that has so many calls waiting for their turn."""
+
+
 class CallerTurns:
-    """Turns of callers, each of which has at most one at a time, in the order in which they came."""
+    """Turns of callers, each of which has at most one at a time, in the order in which they came, and `MOST_WAITING`
+    calls that wait for one.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
@@ -51,16 +59,20 @@ class CallerTurns:
         return len(self._waiting)
 
     async def take(self, caller: Hashable) -> Callable[[], None]:
-        """Waits for a turn; returns what ends it, to be called once."""
+        """Waits for a turn; returns what ends it, to be called once. Raises ShareExceeded if too many wait."""
         waiting = self._waiting.get(caller)
         if waiting is None:
             self._waiting[caller] = deque()
+        elif len(waiting) >= MOST_WAITING:
+            raise ShareExceeded("waiting_calls", MOST_WAITING, RETRY_DELAY)
         else:
             waiting.append(turn := asyncio.get_running_loop().create_future())
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it came as the call was cancelled
+                if turn.cancelled():
+                    waiting.remove(turn)
+                else:  # it came as the call was cancelled
                     self._end(caller)
                 raise
         return partial(self._end, caller)
@@ -68,7 +80,7 @@ class CallerTurns:
     def _end(self, caller: Hashable) -> None:
         waiting = self._waiting[caller]
         while waiting:
-            if not (turn := waiting.popleft()).done():
+            if not (turn := waiting.popleft()).done():  # else it is cancelled, and about to be removed
                 turn.set_result(None)
                 return
         del self._waiting[caller]
@@ -105,9 +117,10 @@ class Rpcs:
             try:
                 caller = self.callers.identify(context)
                 caller.require(*roles)
+                request = parsed(request_type, data)
                 if one_at_a_time:
                     when_sent(context, await turns.take(caller.share))
-                reply = answer(caller, parsed(request_type, data))
+                reply = answer(caller, request)
                 if inspect.isawaitable(reply):
                     reply = await reply
                 message = reply if isinstance(reply, bytes) else reply.SerializeToString()

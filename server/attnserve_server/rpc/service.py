@@ -27,7 +27,7 @@ from attnserve_server.rpc.rpcs import Context, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Entry, Held, Outcome
+from attnserve_server.scheduling.entry import Entry, Held, Outcome, Sending
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
@@ -170,7 +170,7 @@ class AttentionService:
             if trace is not None:
                 trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
             self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
-            return reply_message, entry
+            return reply_message, Sending(entry.caller, entry.requests, entry.size)
         except BaseException:
             self._engine.release(entry)
             raise

@@ -37,6 +37,14 @@ class Held(Protocol):
         """Their bytes."""
 
 
+class Sending(NamedTuple):
+    """What is held of a request whose reply is being sent, without the request and the results of its batch."""
+
+    caller: Hashable
+    requests: int
+    size: int
+
+
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 
 
