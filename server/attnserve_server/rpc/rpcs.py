@@ -119,7 +119,7 @@ class Rpcs:
                 caller.require(*roles)
                 request = parsed(request_type, data)
                 if one_at_a_time:
-                    when_sent(context, await turns.take(caller.share))
+                    when_sent(await turns.take(caller.share))
                 reply = answer(caller, request)
                 if inspect.isawaitable(reply):
                     reply = await reply
@@ -147,9 +147,15 @@ class Rpcs:
         await abort(context, error)
 
 
-def when_sent(context: aio.ServicerContext[Any, Any], do: Callable[[], object]) -> None:
-    """Does something when gRPC has sent all of an RPC's reply, or never will."""
-    context.add_done_callback(lambda _: do())  # type: ignore[arg-type]  # the stubs do not know functions
+def when_sent(do: Callable[[], object]) -> None:
+    """Does something when gRPC has sent all of the reply to the RPC whose handler calls this, or never will.
+
+    That is when the handler's task ends. (A callback of the context would be part of a reference cycle with it, and so
+    keep what gRPC holds of the RPC until garbage collection.)
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: do())
 
 
 def parsed(message_type: type[M], data: bytes) -> M:

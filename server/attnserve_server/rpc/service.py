@@ -114,7 +114,7 @@ class AttentionService:
             if trace is not None:
                 trace.finish("CANCELLED", perf_counter())
             raise
-        when_sent(context, partial(self._engine.release, held))
+        when_sent(partial(self._engine.release, held))
         self._metrics.sent(len(reply))
         self._metrics.finished(operation, "OK", perf_counter() - arrival)
         return reply
