@@ -14,7 +14,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers
 from attnserve_server.errors import ShareExceeded
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.rpc.rpcs import MOST_WAITING, CallerTurns, Rpcs
+from attnserve_server.rpc.caller_turns import MOST_WAITING, CallerTurns
+from attnserve_server.rpc.rpcs import Rpcs
 
 
 async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
-from collections.abc import Awaitable, Callable, Hashable
-from functools import partial
+from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
@@ -24,11 +22,11 @@ from attnserve_server.errors import (
     InvalidRequest,
     Malformed,
     RequestError,
-    ShareExceeded,
     error_for_caller,
 )
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
+from attnserve_server.rpc.caller_turns import CallerTurns
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -37,53 +35,6 @@ Reply: TypeAlias = Message | bytes
 
 MAX_PLAIN_BYTES: Final = 4 << 20
 """The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
-
-
-MOST_WAITING: Final = 100
-RETRY_DELAY: Final = 1.0
-"""After how many seconds a caller is to ask again that has so many calls waiting for their turn."""
-
-
-class CallerTurns:
-    """Turns of callers, each of which has at most one at a time, in the order in which they came, and `MOST_WAITING`
-    calls that wait for one.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
-        """Of each caller that has a turn: its calls that wait for the next one."""
-
-    @property
-    def callers(self) -> int:
-        """How many callers have a turn."""
-        return len(self._waiting)
-
-    async def take(self, caller: Hashable) -> Callable[[], None]:
-        """Waits for a turn; returns what ends it, to be called once. Raises ShareExceeded if too many wait."""
-        waiting = self._waiting.get(caller)
-        if waiting is None:
-            self._waiting[caller] = deque()
-        elif len(waiting) >= MOST_WAITING:
-            raise ShareExceeded("waiting_calls", MOST_WAITING, RETRY_DELAY)
-        else:
-            waiting.append(turn := asyncio.get_running_loop().create_future())
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.cancelled():
-                    waiting.remove(turn)
-                else:  # it came as the call was cancelled
-                    self._end(caller)
-                raise
-        return partial(self._end, caller)
-
-    def _end(self, caller: Hashable) -> None:
-        waiting = self._waiting[caller]
-        while waiting:
-            if not (turn := waiting.popleft()).done():  # else it is cancelled, and about to be removed
-                turn.set_result(None)
-                return
-        del self._waiting[caller]
 
 
 class Rpcs:

@@ -1,0 +1,66 @@
+"""Scores that leave the range of float32, by their scale, their softcap, or large queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accuracy
+import numpy as np
+import oracle
+import pytest
+from cases import BEYOND_FLOAT32, DTYPES, Case, Plan
+from kernel_calls import call_of, run
+
+from attnserve_server.kernels import flash_cpu, math
+from attnserve_server.native import library
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
+@pytest.mark.parametrize("options", [{}, {"alibi": True}, {"mask_shape": (80, 70)}, {"score": "general"}])
+def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], options: dict[str, Any]) -> None:
+    for length in (1, 80):
+        shape = {"mask_shape": (length, 70)} if "mask_shape" in options else {}
+        case = Plan(dtype=dtype, query_length=length, key_length=70, **(options | shape), **numbers).case(3)
+        accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask_shape": (80, 70)}, {"sinks": True}, {"alibi": True}])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_queries_and_keys_may_take_scores_beyond_float32(dtype: str, options: dict[str, Any], sign: int) -> None:
+    """Where all scores of a row are minus infinity in float32, its best key has all the weight nevertheless."""
+    case = Plan(dtype=dtype, query_length=80, key_length=70, **options).case(4)
+    query, key = (np.abs(array.astype(np.float64)) * 1e20 for array in (case.query, case.key))
+    case = Case(query.astype(DTYPES[dtype]), (sign * key).astype(DTYPES[dtype]), case.value, case.options)
+    accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+
+
+def test_a_softcap_does_not_hide_that_scores_are_beyond_float32() -> None:
+    """The products of query and keys are infinite in float32, and differ once they are scaled and capped."""
+    case = Plan(dtype="bfloat16", query_length=2, key_length=2, scale=1e-38, softcap=30.0).case(6)
+    case.query[:] = 3e19
+    case.key[..., 0, :], case.key[..., 1, :] = 3e19, 2e19
+    accuracy.check(case, run(call_of(case, return_lse=True)))
+
+
+def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single key with a score of 0, as padding has, looks like a row whose scores are all beyond float32."""
+    case = Plan(query_length=80, key_length=80, causal=True).case(7)
+    case.query[..., :1, :] = 0
+    monkeypatch.setattr(math, "attend_heads", None)
+    result = run(call_of(case, return_lse=True))
+    assert result.kernel == flash_cpu.NAME
+    accuracy.check(case, result)
+
+
+def test_the_native_kernel_leaves_the_same_numbers_to_others() -> None:
+    assert math.MAX_FACTOR == library.MAX_FACTOR
+
+
+@pytest.mark.parametrize("stage", oracle.STAGES)
+def test_half_precision_scores_that_leave_float32_on_the_way(stage: str) -> None:
+    """The product of query and key is infinite in float32, the scaled score is a bfloat16."""
+    case = Plan(dtype="bfloat16", causal=True, scale=2.0**-10).case(5)
+    case.query[..., 0], case.key[..., 0] = 3e19, -3e19
+    accuracy.check(case, run(call_of(case, return_lse=True, return_scores=stage)), stage)
