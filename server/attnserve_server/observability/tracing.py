@@ -86,6 +86,10 @@ class Trace:
         """The identity of the request's span."""
         return self._span.get_span_context()
 
+    def received(self, at: float) -> None:
+        """The request's message has come whole, at that time: until then there was little but its name."""
+        self._arrival = at
+
     def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
         """The request was answered, with a gRPC status code; its phases if it was computed. To be called once."""
         self._tracing.finished(

@@ -69,7 +69,7 @@ class CacheService:
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
         }
         for name, read in at_its_turn.items():
-            handlers[name] = grpc.unary_unary_rpc_method_handler(self._attention.handler(name.lower(), read))
+            handlers[name] = self._attention.handler(name.lower(), read)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
 
     def _create(self, caller: Caller, request: pb.CacheServiceCreateRequest) -> pb.CacheServiceCreateResponse:

@@ -36,6 +36,9 @@ Reply: TypeAlias = Message | bytes
 MAX_PLAIN_BYTES: Final = 4 << 20
 """The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
 
+CANCELLED_WITHIN_S: Final = 1.0
+"""How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
+
 
 class Rpcs:
     """What the services of one server have in common: identifying callers, and what becomes of errors."""
@@ -96,6 +99,19 @@ class Rpcs:
                 self._metrics.usage.of(caller.name).rejected += 1
         self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
         await abort(context, error)
+
+
+async def only_message(context: Context) -> bytes:
+    """The message of a unary call to a handler that takes a stream of them. Raises InvalidRequest if there is none.
+
+    A call that ends without one has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its
+    task learns that apart from this.
+    """
+    message = await context.read()
+    if not isinstance(message, bytes):  # EOF
+        await asyncio.sleep(CANCELLED_WITHIN_S)
+        raise InvalidRequest("", "a message", "none", "MALFORMED_MESSAGE")
+    return message
 
 
 def when_sent(do: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ is the status of its RPC; an error of a call on a stream travels in its reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Final, TypeAlias, get_args
@@ -23,7 +23,7 @@ from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
-from attnserve_server.rpc.rpcs import Context, Rpcs, when_sent
+from attnserve_server.rpc.rpcs import Context, Handler, Rpcs, only_message, when_sent
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.engine import Engine
@@ -70,8 +70,8 @@ class AttentionService:
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Attend": grpc.unary_unary_rpc_method_handler(self.handler("attend", self._readers["attend"])),
-            "Apply": grpc.unary_unary_rpc_method_handler(self.handler("apply", self._readers["apply"])),
+            "Attend": self.handler("attend", self._readers["attend"]),
+            "Apply": self.handler("apply", self._readers["apply"]),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": self._rpcs.answering(
                 "server_info", pb.ServerInfoRequest, lambda caller, request: self._info(), *get_args(Role)
@@ -88,13 +88,16 @@ class AttentionService:
         for stream in self._streams:
             stream.end()
 
-    def handler(self, operation: str, read: Read) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        """The handler of a unary RPC whose requests go through the engine."""
-        return partial(self._call, operation, read)
+    def handler(self, operation: str, read: Read) -> Handler:
+        """The handler of a unary RPC whose requests go through the engine.
 
-    async def _call(self, operation: str, read: Read, message: bytes, context: Context) -> bytes:
+        For gRPC it is one that takes a stream of messages: it is called before there is one. A full server refuses
+        without receiving the message, which would take as long as all else about a refusal.
+        """
+        return grpc.stream_unary_rpc_method_handler(partial(self._call, operation, read))
+
+    async def _call(self, operation: str, read: Read, _: object, context: Context) -> bytes:
         arrival = perf_counter()
-        self._metrics.received(len(message))
         trace = None
         if self._tracing is not None:
             trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
@@ -102,6 +105,12 @@ class AttentionService:
         try:
             caller = self._rpcs.callers.identify(context)
             caller.require("use")
+            self._engine.check(caller.share, 0)
+            message = await only_message(context)
+            arrival = perf_counter()
+            self._metrics.received(len(message))
+            if trace is not None:
+                trace.received(arrival)
             reply, held = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
         except Exception as raised:
             error = error_for_caller(raised)

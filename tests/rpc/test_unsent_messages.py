@@ -1,0 +1,88 @@
+"""Unary calls whose message has not come: what a server does before it has one, over a real socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import messages
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+
+from attnserve.v1 import attention_pb2 as pb
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+METHODS = ("AttentionService/Attend", "AttentionService/Apply", "CacheService/Append")
+
+
+def begin(channel: grpc.Channel, method: str, sent: Iterator[bytes], **options: Any) -> Any:
+    """The future of the reply to a call that sends those messages."""
+    callable_: Any = channel.stream_unary(f"/attnserve.v1.{method}")
+    return callable_.future(sent, **{"timeout": calls.PATIENCE_S, **options})
+
+
+def nothing(until: threading.Event) -> Iterator[bytes]:
+    """No message, for as long as it takes."""
+    until.wait()
+    yield from ()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_full_server_refuses_without_it(start_server: Callable[..., Server], method: str) -> None:
+    server = start_server("--max-requests", "1")
+    over = threading.Event()
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
+        unread = calls.Stream(channel)
+        unread.send(calls.call(1, calls.large_reply()))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is full")
+        received = calls.metric(server.http_address, "attnserve_received_bytes_total")
+        error: Any = begin(channel, method, nothing(over)).exception()
+        over.set()
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = calls.status_of(error)
+        assert calls.detail(status, error_details_pb2.ErrorInfo).metadata["bound"] == "requests"
+        assert calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="requests") == 1
+        assert calls.metric(server.http_address, "attnserve_received_bytes_total") == received
+        unread.half_close()
+        assert [reply.error.code for reply in unread.rest()] == [0]
+        calls.until_nothing_is_in_flight(server.http_address)
+        request = messages.random_attend(0)
+        reply = calls.unary(channel, "Attend", request.SerializeToString())
+        calls.assert_answers(pb.AttendResponse.FromString(reply), request)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_that_ends_without_it_is_told_so(server: Server, method: str) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        error: Any = begin(channel, method, iter(())).exception()
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    status = calls.status_of(error)
+    assert status.code == code_pb2.INVALID_ARGUMENT
+    assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+
+
+def test_a_call_that_is_cancelled_without_it_is_no_bad_request(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    over = threading.Event()
+
+    def ended(code: str) -> float:
+        return calls.metric(server.http_address, "attnserve_requests_total", operation="attend", code=code)
+
+    with grpc.insecure_channel(server.address) as channel:
+        for _ in range(5):
+            call = begin(channel, METHODS[0], nothing(over))
+            # Calls of one connection begin in their order: once a later one is answered, this one has begun.
+            calls.unary(channel, "Attend", messages.random_attend(0).SerializeToString())
+            call.cancel()
+        calls.until(lambda: ended("CANCELLED") == 5, "they are cancelled", lambda: ended("CANCELLED"))
+        over.set()
+    assert ended("INVALID_ARGUMENT") == 0
+    assert server.stop() == 0
+    assert "Traceback" not in server.stderr()
+    assert "refused" not in server.stderr()
