@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
+from attnserve._memory import keep_memory
 from benchmarks import machine, table
 from benchmarks.arrivals import precise_loop
 from benchmarks.curves import curves as measure_curves
@@ -35,6 +36,8 @@ from benchmarks.suites import SUITES
 from benchmarks.waiting import Waiting, waiting
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
+LARGE_BYTES: Final = 4 << 20
+"""Messages as large as the largest of which the C library keeps the memory."""
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
 
 
@@ -89,6 +92,8 @@ def main() -> None:
     chosen = options(sys.argv[1:])
     # Between its turns, the threads of torch in process must not take cores from the service.
     torch.set_num_threads(1)
+    # As the SDK has it, once it has sent messages; for all load generators, and from the start.
+    keep_memory(LARGE_BYTES)
     console = Console(width=max(table.WIDTH, Console().width), highlight=False)
     begun, load_before, described = datetime.now(UTC), machine.load_average(), machine.describe(chosen.device)
     flags, peers = ["--device", chosen.device, *chosen.server_flags], [PEERS[name] for name in chosen.peers]

@@ -17,6 +17,7 @@ from grpc import aio
 
 from attnserve._requests.operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.requests.reply import stream_reply
 from attnserve_server.rpc.calls import read_message
 from attnserve_server.rpc.outbox import MAX_JOINED_BYTES
@@ -106,5 +107,6 @@ async def serve(workloads: Iterable[Workload]) -> None:
 
 if __name__ == "__main__":
     _, device, known = sys.argv
+    keep_one_heap()  # as the service does
     suite = SUITES[device]
     asyncio.run(serve(suite.workloads.values() if known == "workloads" else points(suite.curves)))

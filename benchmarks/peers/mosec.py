@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import raw
 from benchmarks.arrivals import Arrivals
 from benchmarks.meters import Meter
-from benchmarks.peers.peer import Peer, free_ports, model_of
+from benchmarks.peers.peer import KEEPING_MEMORY, Peer, free_ports, model_of
 from benchmarks.plain import Array, Plain, PlainAttention
 from benchmarks.servers import Running, started
 from benchmarks.workload import Workload
@@ -66,6 +66,7 @@ class Mosec(Peer):
         (port,) = free_ports(1)
         environment = {
             **os.environ,
+            **KEEPING_MEMORY,
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "ATTNSERVE_BENCH_MODEL": model_of(problem),

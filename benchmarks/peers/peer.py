@@ -19,6 +19,9 @@ ENVIRONMENTS: Final = Path(__file__).parents[2] / ".venv-peers"
 SETTINGS: Final = Path(__file__).with_name("settings.json")
 """The fastest settings of each peer for each workload, as found by `tune.py`."""
 
+KEEPING_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+"""Variables by which a process keeps the memory that it has freed, as the service does."""
+
 
 class Peer(ABC):
     """Another server that serves the same functions."""

@@ -20,7 +20,7 @@ from attnserve import _fields
 from benchmarks import raw
 from benchmarks.arrivals import Arrivals
 from benchmarks.meters import Meter
-from benchmarks.peers.peer import Peer, free_ports, model_of
+from benchmarks.peers.peer import KEEPING_MEMORY, Peer, free_ports, model_of
 from benchmarks.plain import Array, Plain, PlainAttention
 from benchmarks.servers import Running, started
 from benchmarks.workload import Workload
@@ -211,7 +211,7 @@ class Triton(Peer):
         try:
             with started(
                 command,
-                {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+                {**os.environ, **KEEPING_MEMORY, "OMP_WAIT_POLICY": "PASSIVE"},
                 directory / "log",
                 f"http://127.0.0.1:{http_port}/v2/health/ready",
                 address=f"127.0.0.1:{grpc_port}",

@@ -14,6 +14,7 @@ from google.rpc.status_pb2 import Status
 from attnserve import _fields, _wire
 from attnserve._errors import ProtocolError
 from attnserve._fields import Buffer
+from attnserve._memory import keep_memory
 from attnserve._requests.operation import OPERATIONS, Operation
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
@@ -92,6 +93,7 @@ def decode_response(operation: Operation, data: bytes) -> Response:
 
 def _read(message_type: type[M], data: bytes, small: bool) -> tuple[M, list[memoryview] | None]:
     """A message with its payloads (and None), or its header and its payloads."""
+    keep_memory(len(data))
     if small:
         return message_type.FromString(data), None
     header, payloads = _wire.split(message_type, data)

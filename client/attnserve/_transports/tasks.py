@@ -21,6 +21,7 @@ import grpc.aio
 from google.rpc.status_pb2 import Status
 
 from attnserve._errors import ClientClosedError, UnavailableError, unreadable
+from attnserve._memory import joined
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
 from attnserve._servers.replicas import Replica
@@ -215,7 +216,7 @@ class StreamTransport:
                     self._writable.clear()
                     await self._writable.wait()
                 else:
-                    await rpc.write(b"".join(message))
+                    await rpc.write(joined(message))
             await rpc.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the stream has ended, and the reading task says why

@@ -27,6 +27,7 @@ from attnserve._errors import (
     status_from_rpc_error,
     unreadable,
 )
+from attnserve._memory import joined
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
 from attnserve._servers.replicas import Replica
@@ -200,7 +201,7 @@ class StreamTransport:
                     if not self._multiplexer.writes(stream):
                         return
                     self._writable.wait()
-            yield b"".join(message)
+            yield joined(message)
 
     def _read(self, stream: int, opened: SimpleQueue[Any]) -> None:
         """Takes replies until the stream ends, then handles its end. Does nothing if the stream was not opened."""

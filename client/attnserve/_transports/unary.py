@@ -17,6 +17,7 @@ import grpc
 
 from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
+from attnserve._memory import joined
 from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy
 from attnserve._transports.connection import BaseConnection, Route
 
@@ -67,7 +68,7 @@ class UnaryCall(Generic[F, C]):
     @property
     def message(self) -> bytes:
         """The request, joined anew for each attempt, since most calls need only one."""
-        return b"".join(self._pieces)
+        return joined(self._pieces)
 
     def connect(self) -> tuple[C, float | None]:
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
