@@ -37,7 +37,7 @@ from benchmarks.waiting import Waiting, waiting
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
 LARGE_BYTES: Final = 4 << 20
-"""Messages as large as the largest of which the C library keeps the memory."""
+"""From messages of this size on, the C library keeps as much as it can be made to."""
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
 
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, Final
 
+from attnserve_server.host import allocator
 from benchmarks.loads import Load
 from benchmarks.plain import Array, Plain, PlainAttention
 from benchmarks.servers import Running
@@ -19,7 +20,10 @@ ENVIRONMENTS: Final = Path(__file__).parents[2] / ".venv-peers"
 SETTINGS: Final = Path(__file__).with_name("settings.json")
 """The fastest settings of each peer for each workload, as found by `tune.py`."""
 
-KEEPING_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+KEEPING_MEMORY: Final = {
+    "MALLOC_MMAP_THRESHOLD_": str(allocator.LARGEST_OF_A_HEAP),
+    "MALLOC_TRIM_THRESHOLD_": str(allocator.KEPT),
+}
 """Variables by which a process keeps the memory that it has freed, as the service does."""
 
 

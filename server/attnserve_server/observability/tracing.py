@@ -87,7 +87,7 @@ class Trace:
         return self._span.get_span_context()
 
     def received(self, at: float) -> None:
-        """The request's message has come whole, at that time: until then there was little but its name."""
+        """The request's message came at that time: its phases count from then, its span from when the call began."""
         self._arrival = at
 
     def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
