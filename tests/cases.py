@@ -6,7 +6,7 @@ makes many requests that a server may batch, and hypothesis shrinks plans withou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,13 @@ class Case:
             parameters = score.query_weight, score.key_weight, score.bias, score.output_weight
             return {**self.options, "score": attnserve.AdditiveScore(*parameters)}
         return self.options
+
+    def beyond_float32(self, sign: int) -> Case:
+        """With queries and keys so large that all scores leave the range of float32, all on the same side."""
+        query, key = (
+            np.abs(array.astype(np.float64)) * 1e20 * side for array, side in ((self.query, 1), (self.key, sign))
+        )
+        return replace(self, query=query.astype(self.query.dtype), key=key.astype(self.key.dtype))
 
     def attend(self, client: attnserve.Client, **more: Any) -> Any:
         """Sends the request and waits; the `AttentionResult`. `more` is what to return, the deadline, the priority."""

@@ -15,6 +15,7 @@ from attending import (
     EVERY_DTYPE,
     EVERY_OPTION,
     EVERY_STORAGE,
+    OPTIONS,
     PIECES,
     RETURNED,
     STORAGES,
@@ -92,6 +93,24 @@ def test_scores_may_be_beyond_float32(device: CpuDevice, dtype: str, numbers: di
             with bounds(piece_bytes=piece_bytes):
                 result = attended(device, case, "float16", Way(), return_lse=True)
             accuracy.check_beyond_float32(case, result)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 5, 20])
+@pytest.mark.parametrize("name", ["plain", "causal", "grouped", "mask", "bias", "alibi", "sinks", "general", "length"])
+def test_queries_and_keys_may_take_scores_beyond_float32(
+    device: CpuDevice, name: str, length: int, storage: str, sign: int
+) -> None:
+    """Infinite lses of several pieces cannot be merged, and a row of nothing but minus infinity is not one without."""
+    case = stored(plan_of(OPTIONS[name], dtype="float32", query_length=length).case(length), storage)
+    case = case.beyond_float32(sign)
+    for piece_bytes in (1, 1 << 25):
+        with bounds(piece_bytes=piece_bytes):
+            result = attended(device, case, storage, Way(per_page=8, scattered=True), return_lse=True)
+            weights = attended(device, case, storage, Way(per_page=8), return_scores="weights").scores
+        accuracy.check_beyond_float32(case, result)
+        np.testing.assert_allclose(weights.astype(np.float64), case.expected.weights, rtol=0, atol=2e-6)
 
 
 @EVERY_OPTION

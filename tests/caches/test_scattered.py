@@ -226,3 +226,13 @@ def test_scores_may_be_beyond_float32(device: ScatteringDevice, dtype: str, scal
     (result,) = attend_tensors([query_of(case, dtype, pages, return_lse=True)], pool, device)
     accuracy.check_beyond_float32(case, arrays(result))
     assert not device.scattered
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_queries_and_keys_may_take_scores_beyond_float32(device: ScatteringDevice, sign: int) -> None:
+    plan = plan_of({"causal": "bottom_right"}, dtype="bfloat16", query_length=1)
+    case = stored(plan.case(0), "bfloat16").beyond_float32(sign)
+    pool, pages = filled(case, "bfloat16", Way(per_page=16))
+    (result,) = attend_tensors([query_of(case, "bfloat16", pages, return_lse=True)], pool, device)
+    assert len(device.scattered) == 1
+    accuracy.check_beyond_float32(case, arrays(result))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import accuracy
-import numpy as np
 import oracle
 import pytest
-from cases import BEYOND_FLOAT32, DTYPES, Case, Plan
+from cases import BEYOND_FLOAT32, Plan
 from kernel_calls import call_of, run
 
 from attnserve_server.kernels import flash_cpu, math
@@ -30,9 +29,7 @@ def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], optio
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_queries_and_keys_may_take_scores_beyond_float32(dtype: str, options: dict[str, Any], sign: int) -> None:
     """Where all scores of a row are minus infinity in float32, its best key has all the weight nevertheless."""
-    case = Plan(dtype=dtype, query_length=80, key_length=70, **options).case(4)
-    query, key = (np.abs(array.astype(np.float64)) * 1e20 for array in (case.query, case.key))
-    case = Case(query.astype(DTYPES[dtype]), (sign * key).astype(DTYPES[dtype]), case.value, case.options)
+    case = Plan(dtype=dtype, query_length=80, key_length=70, **options).case(4).beyond_float32(sign)
     accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
 
 

@@ -18,7 +18,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
 from attnserve_server.caches.scattered_queries import attend_alike
-from attnserve_server.caches.step import Step, is_finite
+from attnserve_server.caches.step import Step
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
 
@@ -64,21 +64,32 @@ def _attend_each(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute
     """The same by the kernels of `Attend`."""
     steps = [None if fold else Step.of(query, pool) for query in queries]
     stepped = _run_steps([step for step in steps if step is not None], compute) if any(steps) else iter(())
-    # Sums over large values may overflow in a step, but not where they are computed next.
-    found = [None if step is None else _if_finite(next(stepped)) for step in steps]
+    found = [None if step is None else next(stepped) for step in steps]
     others = [query for query, result in zip(queries, found, strict=True) if result is None]
-    running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in others]
-    for wave in _waves(running):
-        _run(wave, pool, compute)
-    attended = (attention.result() for attention in running)
+    attended = iter(_attend_all(others, pool, compute, fold) if others else ())
     return [next(attended) if result is None else result for result in found]
 
 
-def _if_finite(result: AttentionResult) -> AttentionResult | None:
-    return result if is_finite(result.output) else None
+def _attend_all(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
+    """The same, and in float64 those whose scores have left the range of float32: infinite lses cannot be merged."""
+    running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in queries]
+    _run_waves(running, pool, compute)
+    again = {
+        place: attention.in_float64()
+        for place, attention in enumerate(running)
+        if attention.is_suspect and not attention.stays_in_float32(pool)
+    }
+    _run_waves(list(again.values()), pool, compute)
+    return [again.get(place, attention).result() for place, attention in enumerate(running)]
 
 
-def _run_steps(steps: Sequence[Step], compute: Compute) -> Iterator[AttentionResult]:
+def _run_waves(running: Sequence[QueryAttention], pool: PagePool, compute: Compute) -> None:
+    """Computes all groups of some queries."""
+    for wave in _waves(running):
+        _run(wave, pool, compute)
+
+
+def _run_steps(steps: Sequence[Step], compute: Compute) -> Iterator[AttentionResult | None]:
     """The results of steps: those over the same pages run one after the other, while the processor caches these."""
     each = [list(step.computations()) for step in steps]
     every = [computation for of_step in each for computation in of_step]

@@ -7,7 +7,7 @@ by their log-sum-exps, in the order of the keys.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Final, NamedTuple
 
@@ -21,7 +21,7 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
-from attnserve_server.kernels.math import needs_float64
+from attnserve_server.kernels.math import needs_float64, stay_in_float32
 
 FEW_QUERIES: Final = 16
 """More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
@@ -88,6 +88,8 @@ class QueryAttention:
     scores: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Scores of parts, and the lse of each."""
     kernel: str = "none"
+    reported: bool = False
+    """Whether a kernel reported that inputs or results were not finite, and that was read."""
 
     @staticmethod
     def of(query: CacheQuery, pool: PagePool, device: torch.device, by_page_too: bool) -> QueryAttention:
@@ -118,6 +120,13 @@ class QueryAttention:
         # A sum is finite only if all its terms are. Looking on another device would mean waiting for it.
         finite = device.type == "cpu" and isfinite(tensor.sum().item())
         return QueryAttention(query, tensor, keys, per_page, groups, finite)
+
+    def in_float64(self) -> QueryAttention:
+        """The same, in float64, with nothing computed yet."""
+        query = self.query
+        added = {name: getattr(query, name) for name in ("bias", "alibi_slopes", "sinks")}
+        query = replace(query, **{name: part.double() for name, part in added.items() if part is not None})
+        return QueryAttention(query, query.query.double(), self.keys, self.per_page, self.groups, self.finite)
 
     @property
     def steps(self) -> Hashable:
@@ -204,6 +213,8 @@ class QueryAttention:
             assert result.lse is not None
             self.outputs.append(result.output)
             self.lses.append(result.lse)
+            if result.suspect is not None and result.suspect.device.type == "cpu":
+                self.reported |= bool(result.suspect.any())
             if result.scores is not None:
                 self.scores.append((result.scores, result.lse))
         if len(self.outputs) > 1 or len(self.outputs[0]) > 1:
@@ -218,6 +229,29 @@ class QueryAttention:
             return True
         # Only over whole pages without a mask or bias is every row certain to attend to something.
         return query.mask is not None or query.bias is not None or not any(part.by_page for part in self.groups[0])
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether, when all groups have been taken, a row may have lost its scores to the range of float32; so it is
+        for rows without keys, NaN and infinities. On another device only where a kernel reported something: looking
+        would mean waiting.
+        """
+        output, lse = self.outputs[0], self.lses[0]
+        if output.device.type != "cpu":
+            return self.reported
+        return not (isfinite(output.sum().item()) and (not self.needs_lse or isfinite(lse.sum().item())))
+
+    def stays_in_float32(self, pool: PagePool) -> bool:
+        """Whether no score can have left the range of float32."""
+        query = self.query
+        if self.tensor.dtype == torch.float64:
+            return True
+        if query.score is not None or query.bias is not None or query.alibi_slopes is not None:
+            return False
+        begin, end = self.groups[0][0].begin, self.groups[-1][-1].end
+        pages = query.pages[begin // self.per_page : -(-end // self.per_page)]
+        blocks = pool.blocks(query.shape, pages, end - begin)
+        return all(stay_in_float32(self.tensor, block.key, query.scale) for block in blocks)
 
     def result(self) -> AttentionResult:
         """The result, when all groups have been taken."""

@@ -118,7 +118,8 @@ def attend_ranges(
             start, pages, groups, longest = place, own, -(-own // MERGED), own
     parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
     output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
-    suspect = ~torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) | lse.isnan().flatten(1).any(1)
+    # Every row has a key: an infinite lse means scores beyond float32.
+    suspect = ~(torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) & torch.isfinite(lse.sum((1, 2))))
     output = output.transpose(1, 2).reshape(query.shape)
     output = output.to(query.dtype) if rounded else output
     return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), suspect)

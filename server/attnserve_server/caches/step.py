@@ -25,7 +25,7 @@ from attnserve_server.kernels import AttentionResult
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
-from attnserve_server.kernels.math import needs_float64
+from attnserve_server.kernels.math import needs_float64, stay_in_float32
 from attnserve_server.kernels.table import CPU_PAGES
 
 PIECE_BYTES: Final = 1 << 24
@@ -88,14 +88,16 @@ class Step:
         for first_token, blocks in self.pieces:
             yield blocks[0].first_page, partial(self._attend, first_token, blocks)
 
-    def take(self, results: Sequence[AttentionResult]) -> AttentionResult:
-        """The result, from those of all computations."""
+    def take(self, results: Sequence[AttentionResult]) -> AttentionResult | None:
+        """The result, from those of all computations; None if values or scores may have left the range of float32."""
         query = self.query
         output, lse = results[0].output, results[0].lse
         if len(results) > 1:
             output, lse = merge(
                 [each.output for each in results], [each.lse for each in results if each.lse is not None]
             )
+        if not is_finite(output) or not (lse is None or is_finite(lse) or self._stays_in_float32):
+            return None
         if query.sinks is not None and lse is not None:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
         output = output.to(query.query.dtype)
@@ -126,10 +128,19 @@ class Step:
             at = to
         divisor = total.masked_fill(total == 0, 1) if self._may_lack_keys else total
         output = (outputs.sum(0) / divisor.unsqueeze(-1)).view(1, heads, length, -1)
-        if len(self.pieces) == 1 and not query.return_lse and query.sinks is None:
+        if len(self.pieces) == 1 and not (query.return_lse or query.sinks is not None or self._may_lack_keys):
             return AttentionResult(output, None, None, CPU_PAGES)
         lse = (total.log() + top.view(total.shape)).view(1, heads, length)
         return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES)
+
+    @property
+    def _stays_in_float32(self) -> bool:
+        """Whether a row with an infinite lse has no key, rather than scores that are all beyond float32."""
+        query = self.query
+        if query.bias is not None or query.alibi_slopes is not None:
+            return False
+        keys = (block.key for _, blocks in self.pieces for block in blocks)
+        return all(stay_in_float32(self.tensor, key, query.scale) for key in keys)
 
     @property
     def _may_lack_keys(self) -> bool:

@@ -30,8 +30,6 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 WINDOW_BLOCK = 256
 """The queries of a block where a window or offset excludes keys: smaller blocks reach fewer keys, larger run faster."""
 MIN_BLOCK = 16
-LARGE = 1e37
-"""Scores up to this are certain not to overflow in float32, exponent and all."""
 BIASED_HEADS = 16
 """The number of heads for which ALiBi's biases have MAX_BLOCK_ELEMENTS. Blocks do not depend on a call's own number of
 heads, which may be a part of a request's: where blocks end shows in the bits.
@@ -244,10 +242,8 @@ def _doubtful(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor | None:
     """
     if isfinite((lse / lse).sum().item()):
         return None
-    if call.bias is None and call.alibi_slopes is None:
-        query, key = (tensor.abs().amax().item() for tensor in (call.query, call.key))
-        if query * key * call.query.shape[-1] * abs(call.scale) < LARGE:
-            return None
+    if call.bias is None and call.alibi_slopes is None and math.stay_in_float32(call.query, call.key, call.scale):
+        return None
     return lse.masked_fill(lse == 0, torch.nan)
 
 

@@ -23,6 +23,8 @@ BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The scores (or hidden units of the additive score) that one block of queries may have in all its heads."""
 MAX_FACTOR = 1e20
 """With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary."""
+LARGE = 1e37
+"""Scores up to this are certain not to overflow in float32, exponent and all."""
 
 
 def attend(call: AttentionCall) -> AttentionResult:
@@ -99,6 +101,12 @@ def exact_dtype(query: torch.Tensor) -> torch.dtype:
 def needs_float64(scale: float, softcap: float) -> bool:
     """Whether these may take scores beyond the range of float32, whatever the queries and keys."""
     return max(abs(scale), softcap) > MAX_FACTOR or 0 < softcap < 1 / MAX_FACTOR
+
+
+def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> bool:
+    """Whether the scores of queries [..., D] and keys [..., D] are certain not to overflow; not where any is NaN."""
+    largest = [tensor.abs().amax().item() if tensor.numel() else 0.0 for tensor in (query, key)]
+    return largest[0] * largest[1] * query.shape[-1] * abs(scale) < LARGE
 
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
