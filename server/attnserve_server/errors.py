@@ -348,9 +348,11 @@ class ComputationFailed(RequestError):
 def error_for_caller(error: Exception) -> RequestError:
     """What a caller is told about an error: all of a RequestError; of any other, which is a bug, only that it happened.
 
-    gRPC by itself would send the exception's own words. Those go to the log.
+    gRPC by itself would send the exception's own words. Those go to the log. The error of a request loses its frames,
+    which hold the message, and are often part of a reference cycle with it.
     """
     if isinstance(error, RequestError):
-        return error
+        error.__context__ = None
+        return error.with_traceback(None)
     logger.error("a request failed through no fault of its own", exc_info=error)
     return ComputationFailed("an error of the server")

@@ -50,6 +50,19 @@ async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() ->
     assert not turns.callers, "nothing is kept of those who wait for nothing"
 
 
+async def test_one_that_leaves_as_the_turn_before_ends() -> None:
+    turns = CallerTurns()
+    end = await turns.take("a")
+    waiting = [asyncio.create_task(turns.take("a")) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    end()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    (await waiting[1])()
+    assert not turns.callers
+
+
 async def test_few_wait_and_those_who_leave_make_room() -> None:
     turns = CallerTurns()
     end = await turns.take("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import calls
@@ -13,11 +14,13 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.tokens import digest, format_hash, new_token
 
 if TYPE_CHECKING:
     from conftest import Server
 
 METHODS = ("AttentionService/Attend", "AttentionService/Apply", "CacheService/Append")
+PLAIN_METHODS = ("AttentionService/ServerInfo", "CacheService/List", "LayerService/Load")
 
 
 def begin(channel: grpc.Channel, method: str, sent: Iterator[bytes], **options: Any) -> Any:
@@ -57,7 +60,21 @@ def test_a_full_server_refuses_without_it(start_server: Callable[..., Server], m
         calls.assert_answers(pb.AttendResponse.FromString(reply), request)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *PLAIN_METHODS])
+def test_who_is_unknown_is_refused_without_it(start_server: Callable[..., Server], tmp_path: Path, method: str) -> None:
+    callers = tmp_path / "callers.toml"
+    callers.write_text(
+        f'[[tokens]]\nname = "ann"\nroles = ["use", "layers"]\nhash = "{format_hash(digest(new_token()))}"\n'
+    )
+    server = start_server("--callers", str(callers))
+    over = threading.Event()
+    with grpc.insecure_channel(server.address) as channel:
+        error: Any = begin(channel, method, nothing(over)).exception()
+        over.set()
+    assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("method", [*METHODS, *PLAIN_METHODS])
 def test_a_call_that_ends_without_it_is_told_so(server: Server, method: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
         error: Any = begin(channel, method, iter(())).exception()

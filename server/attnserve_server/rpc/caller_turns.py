@@ -46,17 +46,17 @@ class CallerTurns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.cancelled():
-                    waiting.remove(turn)
-                else:  # it came as the call was cancelled
+                if not turn.cancelled():  # it came as the call was cancelled
                     self._end(caller)
+                elif turn in waiting:  # not if the one before has ended since
+                    waiting.remove(turn)
                 raise
         return partial(self._end, caller)
 
     def _end(self, caller: Hashable) -> None:
         waiting = self._waiting[caller]
         while waiting:
-            if not (turn := waiting.popleft()).done():  # else it is cancelled, and about to be removed
+            if not (turn := waiting.popleft()).done():  # else it is cancelled
                 turn.set_result(None)
                 return
         del self._waiting[caller]

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from time import perf_counter
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -26,6 +26,7 @@ from attnserve_server.errors import (
 )
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
+from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.caller_turns import CallerTurns
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
@@ -40,6 +41,25 @@ CANCELLED_WITHIN_S: Final = 1.0
 """How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
 
 
+class Received(NamedTuple):
+    """The message of a unary call: when it came (seconds of `time.perf_counter`), and for how many seconds from when it
+    was read its caller waits, None if for ever.
+    """
+
+    caller: Caller
+    message: bytes
+    arrival: float
+    timeout: float | None
+    trace: Trace | None
+
+
+class _Refused(NamedTuple):
+    """What a unary call ends with, and whose it was, if that is known."""
+
+    error: RequestError
+    caller: Caller | None
+
+
 class Rpcs:
     """What the services of one server have in common: identifying callers, and what becomes of errors."""
 
@@ -47,6 +67,60 @@ class Rpcs:
         self.callers = callers
         self.refusals = Refusals() if refusals is None else refusals
         self._metrics = metrics
+
+    def unary(
+        self,
+        operation: str,
+        admit: Callable[[Caller], object],
+        answer: Callable[[Received], Awaitable[bytes]],
+        tracing: Tracing | None = None,
+    ) -> Handler:
+        """The handler of a unary RPC. `admit` raises RequestError for a caller whose message is not to be received,
+        `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log.
+
+        For gRPC it is a handler that takes a stream of messages: it is called before there is one. So those who are not
+        known, or for whom there is no room, are refused without receiving their messages, which takes memory, and as
+        long as all else about a refusal.
+        """
+
+        async def attempt(context: Context) -> bytes | _Refused:
+            arrival = perf_counter()
+            trace = None
+            if tracing is not None:
+                trace = tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
+            caller: Caller | None = None
+            try:
+                caller = self.callers.identify(context)
+                admit(caller)
+                message = await only_message(context)
+                arrival = perf_counter()
+                self._metrics.received(len(message))
+                if trace is not None:
+                    trace.received(arrival)
+                reply = await answer(Received(caller, message, arrival, context.time_remaining(), trace))
+            except Exception as raised:
+                error = error_for_caller(raised)
+                self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
+                if trace is not None:
+                    trace.finish(error.code.name, perf_counter())
+                return _Refused(error, caller)
+            except asyncio.CancelledError:
+                self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
+                if trace is not None:
+                    trace.finish("CANCELLED", perf_counter())
+                raise
+            self._metrics.sent(len(reply))
+            self._metrics.finished(operation, "OK", perf_counter() - arrival)
+            return reply
+
+        async def handle(_: object, context: Context) -> bytes:
+            outcome = await attempt(context)
+            if isinstance(outcome, _Refused):
+                # Here there is no message: gRPC keeps the frames that an RPC is refused in until garbage collection.
+                await self.refuse(context, operation, outcome.error, outcome.caller)
+            return outcome
+
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     def answering(
         self,
@@ -59,37 +133,21 @@ class Rpcs:
         """The handler of a unary RPC that is answered at once, or by a coroutine, with a message or with what it is
         when serialised. `answer` may raise RequestError.
 
-        It is for callers with one of the roles. `operation` is its name in metrics and in the log. If `one_at_a_time`,
-        a caller's next call waits until gRPC has sent the reply to the one before: replies are long.
+        It is for callers with one of the roles. If `one_at_a_time`, a caller's next call waits until gRPC has sent the
+        reply to the one before: replies are long.
         """
         turns = CallerTurns()
 
-        async def handle(data: bytes, context: Context) -> bytes:
-            arrival = perf_counter()
-            self._metrics.received(len(data))
-            caller: Caller | None = None
-            try:
-                caller = self.callers.identify(context)
-                caller.require(*roles)
-                request = parsed(request_type, data)
-                if one_at_a_time:
-                    when_sent(await turns.take(caller.share))
-                reply = answer(caller, request)
-                if inspect.isawaitable(reply):
-                    reply = await reply
-                message = reply if isinstance(reply, bytes) else reply.SerializeToString()
-            except Exception as raised:
-                error = error_for_caller(raised)
-                self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
-                return await self.refuse(context, operation, error, caller)
-            except asyncio.CancelledError:
-                self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
-                raise
-            self._metrics.sent(len(message))
-            self._metrics.finished(operation, "OK", perf_counter() - arrival)
-            return message
+        async def serialised(received: Received) -> bytes:
+            request = parsed(request_type, received.message)
+            if one_at_a_time:
+                when_sent(await turns.take(received.caller.share))
+            reply = answer(received.caller, request)
+            if inspect.isawaitable(reply):
+                reply = await reply
+            return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return self.unary(operation, lambda caller: caller.require(*roles), serialised)
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
         """Ends an RPC with an error; a rejection is counted."""

@@ -19,11 +19,11 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Role
 from attnserve_server.errors import RequestError, error_for_caller
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
+from attnserve_server.observability.tracing import Trace, Tracing
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
-from attnserve_server.rpc.rpcs import Context, Handler, Rpcs, only_message, when_sent
+from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.engine import Engine
@@ -89,53 +89,22 @@ class AttentionService:
             stream.end()
 
     def handler(self, operation: str, read: Read) -> Handler:
-        """The handler of a unary RPC whose requests go through the engine.
+        """The handler of a unary RPC whose requests go through the engine."""
+        return self._rpcs.unary(operation, self._admit, partial(self._answer, read), self._tracing)
 
-        For gRPC it is one that takes a stream of messages: it is called before there is one. A full server refuses
-        without receiving the message, which would take as long as all else about a refusal.
-        """
-        return grpc.stream_unary_rpc_method_handler(partial(self._call, operation, read))
+    def _admit(self, caller: Caller) -> None:
+        """Raises RequestError for one who may not use the service, or for whom there is no room."""
+        caller.require("use")
+        self._engine.check(caller.share, 0)
 
-    async def _call(self, operation: str, read: Read, _: object, context: Context) -> bytes:
-        arrival = perf_counter()
-        trace = None
-        if self._tracing is not None:
-            trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
-        caller: Caller | None = None
-        try:
-            caller = self._rpcs.callers.identify(context)
-            caller.require("use")
-            self._engine.check(caller.share, 0)
-            message = await only_message(context)
-            arrival = perf_counter()
-            self._metrics.received(len(message))
-            if trace is not None:
-                trace.received(arrival)
-            reply, held = await self._answer(caller, read, message, arrival, context.time_remaining(), trace)
-        except Exception as raised:
-            error = error_for_caller(raised)
-            self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
-            if trace is not None:
-                trace.finish(error.code.name, perf_counter())
-            await self._rpcs.refuse(context, operation, error, caller)
-        except asyncio.CancelledError:
-            self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
-            if trace is not None:
-                trace.finish("CANCELLED", perf_counter())
-            raise
+    async def _answer(self, read: Read, received: Received) -> bytes:
+        """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
+        message, held = await self._reply_to(read, *received)
         when_sent(partial(self._engine.release, held))
-        self._metrics.sent(len(reply))
-        self._metrics.finished(operation, "OK", perf_counter() - arrival)
-        return reply
+        return message
 
-    async def _answer(
-        self,
-        caller: Caller,
-        read: Read,
-        message: bytes,
-        arrival: float,
-        timeout: float | None,
-        trace: Trace | None = None,
+    async def _reply_to(
+        self, read: Read, caller: Caller, message: bytes, arrival: float, timeout: float | None, trace: Trace | None
     ) -> tuple[bytes, Held]:
         """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
         learns = False
