@@ -152,6 +152,13 @@ def metric(http_address: str, name: str, **labels: str) -> float:
     raise AssertionError(f"no {name} with {labels}")
 
 
+def rejections(http_address: str) -> float:
+    """How many requests a server has refused, for whatever reason."""
+    _, page = get(http_address, "/metrics")
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "attnserve_rejected_requests_total")
+
+
 def until(condition: Callable[[], bool], what: str, found: Callable[[], object] = str) -> None:
     """Polls until a condition holds. `found` gives what to report if it never does."""
     deadline = time.monotonic() + PATIENCE_S

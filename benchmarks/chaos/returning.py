@@ -9,9 +9,8 @@ from benchmarks.chaos.outcome import Figure
 from benchmarks.chaos.ways import Sdk
 
 PROMISE: Final = (
-    "The same with the SDK, which retries refused calls three times at most: it retries no more calls than are "
-    "answered, and while the server says that it is full, begins no more; others are told without it. How long calls "
-    "take that were retried is not promised."
+    "The same with the SDK, which sends no more calls than the server has room for: others wait within their timeout, "
+    "or are told at once that it does not suffice. How long calls take that have waited is not promised."
 )
 
 

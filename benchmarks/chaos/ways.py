@@ -122,9 +122,11 @@ class Sdk:
 
     told_within: ClassVar[float] = 2.0
     slower: ClassVar[float | None] = None
+    timeout: ClassVar[float] = 2.0
+    """How many seconds a call waits for its reply, and so for room, too."""
 
     def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address, transport=self.transport)
+        self._client = AsyncClient(address, transport=self.transport, timeout=self.timeout)
 
     async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
         """Whether one call was answered, after all attempts."""

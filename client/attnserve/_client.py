@@ -48,9 +48,11 @@ class Client:
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
-    Calls that a full server refuses are retried as often, but no sooner than the server says. The number of those
-    retries is limited to ten more than the calls answered in the last ten seconds: if few are answered, retries make it
-    worse. Other errors are not retried.
+    Calls for which a server has no room wait for some, in the order of their priorities and ages, and no more are sent
+    to it than it has had room for. OverloadedError tells those at once that would then not be answered within their
+    timeout, and all of them if the server refuses `retries` times in a row what it is asked while it has no other call.
+    Without retries, and with ``transport="unary"``, nothing waits so: a refused call is sent again as often as others,
+    no sooner than the server says. Other errors are not retried.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Client:
           Each then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
         - `timeout`: how many seconds a call waits for its reply, unless it has its own timeout; None for no limit.
-        - `retries`: how often a call is sent again when the server goes away, or is full.
+        - `retries`: how often a call is sent again when the server goes away. With 0 none waits for room either.
         - `streams`: over how many streams the calls to a server are spread. One is enough.
         - `options`: gRPC channel options, which override the SDK's own.
         - `tls`: a `TLS`, for a server that uses it. Default: plaintext.

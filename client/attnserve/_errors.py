@@ -264,9 +264,16 @@ def _field(details: list[Message]) -> str | None:
 def no_reply(timeout: float | None, address: str = "") -> DeadlineExceededError:
     """The error of a call that was given so many seconds, most of which may have gone before it was sent."""
     whom = f" from {address}" if address else ""
-    return DeadlineExceededError(
-        f"no reply{whom}" if timeout is None else f"no reply{whom} within {float(f'{timeout:.3g}'):g} s"
-    )
+    return DeadlineExceededError(f"no reply{whom}{_within(timeout)}")
+
+
+def no_room(refusal: OverloadedError, timeout: float | None) -> OverloadedError:
+    """The error of a call that was given so many seconds, which a server let pass without room for it, as it said."""
+    return OverloadedError(f"{refusal}; no room{_within(timeout)}", code=refusal.code, details=refusal.details)
+
+
+def _within(timeout: float | None) -> str:
+    return "" if timeout is None else f" within {float(f'{timeout:.3g}'):g} s"
 
 
 def unreadable(error: BaseException) -> str:

@@ -21,7 +21,6 @@ from grpc_status import rpc_status
 from multiplexed import call, full, message
 from occupied import PATIENT
 from peers import good_unary, peer, replies
-from prometheus_client.parser import text_string_to_metric_families
 
 from attnserve import AsyncClient, AttnServeError, Client, OverloadedError
 from attnserve._errors import error_from_status
@@ -100,47 +99,21 @@ def test_the_error_that_a_caller_got_is_not_kept() -> None:
 
 
 def refused(policy: RetryPolicy) -> Multiplexer[Any]:
-    """A multiplexer whose server has refused a call at 0 s, for one second, and whose budget is used up."""
-    while policy.begun.take(0.0):
-        pass
+    """A multiplexer without retries whose server has refused a call at 0 s, for one second."""
     multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
     multiplexer.add(first := call("first"), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
-    multiplexer.resolve(stream, [Reply(first.id, full("requests", 1.0))], 0.0)
+    ((owner, _),) = multiplexer.resolve(stream, [Reply(first.id, full("requests", 1.0))], 0.0)
+    assert owner is first
     return multiplexer
 
 
-def test_a_new_call_waits_like_one_that_was_refused() -> None:
-    multiplexer = refused(RetryPolicy(1, random=lambda: 0.0))
-    multiplexer.add(second := call("second"), 0.25)
-    assert not multiplexer.wants_writer
-    assert multiplexer.wakeup == 1.0
-    assert multiplexer.tick(1.0) == []
-    assert [each.attempts for each in (second,)] == [1]
-    sent = message(multiplexer, 1, 1.0)
-    assert sent is not None
-    assert len(sent.calls) == 2, "the first again, and the second"
-    ((owner, error),) = multiplexer.resolve(1, [Reply(second.id, full("requests", 1.0))], 1.0)
-    assert owner is second, "the first that was held back was its first attempt"
-    assert isinstance(error, OverloadedError)
-    assert UNASKED not in str(error)
-
-
-def test_attempts_after_the_first_are_sent() -> None:
-    """They have waited already, and have come from the retry budget."""
-    multiplexer = refused(RetryPolicy(3))
-    moved = call("moved")
-    moved.attempts = 1
-    multiplexer.add(moved, 0.5)
-    sent = message(multiplexer, 1, 0.5)
-    assert sent is not None
-    assert [each.id for each in sent.calls] == [moved.id]
-
-
-@pytest.mark.parametrize("policy", [partial(RetryPolicy, 0), partial(RetryPolicy, 3, longest_delay=0.5)])
-def test_without_retries_or_none_so_late_it_fails_at_once(policy: Callable[[], RetryPolicy]) -> None:
-    multiplexer = refused(policy())
+def test_without_retries_it_fails_at_once() -> None:
+    policy = RetryPolicy(0)
+    while policy.begun.take(0.0):
+        pass
+    multiplexer = refused(policy)
     multiplexer.add(gone := call("gone"), 0.25)
     multiplexer.add(second := call("second"), 0.25)
     assert multiplexer.wakeup == 0.25
@@ -160,16 +133,12 @@ def test_without_retries_or_none_so_late_it_fails_at_once(policy: Callable[[], R
 
 
 def test_as_many_are_sent_as_have_been_answered_and_a_few() -> None:
-    policy = RetryPolicy(3)
-    multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
-    multiplexer.add(first := call("first"), 0.0)
-    stream = multiplexer.opened(0.0)
-    message(multiplexer, stream)
-    multiplexer.resolve(stream, [Reply(first.id, full("requests", 1.0))], 0.0)
+    policy = RetryPolicy(0)
+    multiplexer = refused(policy)
     policy.answered(5, 0.0)
     for name in range(2 * BUDGET_ALWAYS):
         multiplexer.add(call(name), 0.5)
-    sent = message(multiplexer, stream, 0.5)
+    sent = message(multiplexer, 1, 0.5)
     assert sent is not None
     assert len(sent.calls) == BUDGET_ALWAYS + 5
     assert policy.retried.take(0.5), "that for retries is another"
@@ -230,8 +199,8 @@ def test_they_are_in_tasks(transport: Transport) -> None:
     assert server.asked == 1 + BUDGET_ALWAYS
 
 
-def test_they_are_answered_when_it_has_room(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held back at first, then sent, as many as the budget for retries allows."""
+def test_they_are_answered_when_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held back at first, then sent, as many as the budget allows. On a stream: `test_client_window`."""
     server, held = Full(delay=2.0), []
     refusal = Room.refusal
 
@@ -241,7 +210,7 @@ def test_they_are_answered_when_it_has_room(transport: Transport, monkeypatch: p
         return found
 
     monkeypatch.setattr(Room, "refusal", noted)
-    with peer(server.stream, server.unary) as address, Client(address, transport=transport) as client:
+    with peer(server.stream, server.unary) as address, Client(address, transport="unary") as client:
         while client._settings.policy.begun.take(time.monotonic()):
             pass
         first = client.submit(array(0), array(0), array(0))
@@ -254,14 +223,6 @@ def test_they_are_answered_when_it_has_room(transport: Transport, monkeypatch: p
     assert outputs == list(range(BUDGET_ALWAYS))
     assert held, "unless this process stood still for two seconds"
     assert server.asked == 1
-
-
-def rejections(server: Server) -> float:
-    """How many requests a server has refused, for whatever reason."""
-    _, page = calls.get(server.http_address, "/metrics")
-    name = "attnserve_rejected_requests_total"
-    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == name)
 
 
 def test_a_real_server_is_asked_by_few(start_server: Callable[..., Server], transport: Transport) -> None:
@@ -281,7 +242,7 @@ def test_a_real_server_is_asked_by_few(start_server: Callable[..., Server], tran
         errors = [error for error in outcomes if error is not None]
         assert all(isinstance(error, OverloadedError) for error in errors)
         unasked = sum(UNASKED in str(error) for error in errors)
-        assert rejections(server) + unasked == len(errors)
+        assert calls.rejections(server.http_address) + unasked == len(errors)
         assert unasked > 0
         assert all(future.result(calls.PATIENCE_S) for future in filling)
         calls.until(lambda: client.submit(short, short, short).exception() is None, "it has room again")

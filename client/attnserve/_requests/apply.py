@@ -128,6 +128,7 @@ def encode_apply(
         returns_scores=return_scores is not None,
         timeout=timeout,
     )
+    call.priority = priority
     if resident:
         call.appends = _lengths(arrays)
     return call

@@ -159,6 +159,7 @@ def encode_attend(
         returns_scores=return_scores is not None,
         timeout=timeout,
     )
+    call.priority = priority
     if resident and key is not None:
         shape = arrays[1][1].shape
         axis = -3 if layout == "length_first" and len(shape) > 2 else -2

@@ -69,6 +69,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         "_returns_scores",
         "appends",
         "pieces",
+        "priority",
         "size",
         "started",
         "timeout",
@@ -98,6 +99,8 @@ class EncodedCall(ABC, Generic[ResultT]):
         """The pieces that, concatenated, are the serialised request; and their total length, in bytes."""
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
+        self.priority = 0
+        """Calls of a higher one are sent first, where calls wait to be sent."""
         self.appends: Sequence[int] = ()
         """How many tokens it appends to each resident cache, or to all; empty if it appends none."""
         dtype = arrays[0][1].dtype

@@ -59,8 +59,17 @@ class Room:
         since, until, least, error = noted
         if now >= until or size < least:
             return None
-        details: list[Message] = [detail for detail in error.details if not isinstance(detail, RetryInfo)]
-        details.append(left := RetryInfo())
-        left.retry_delay.FromNanoseconds(round((until - now) * 1e9))
-        message = f"{error}; it said so {now - since:.3f} s ago, and was not asked again"
-        return OverloadedError(message, code=error.code, details=tuple(details))
+        return unasked(error, now - since, until - now)
+
+
+def unasked(error: OverloadedError, ago: float, delay: float) -> OverloadedError:
+    """What a server said to another call, so many seconds ago, with what is left of the delay."""
+    return repeated(error, f"{error}; it said so {ago:.3f} s ago, and was not asked again", delay)
+
+
+def repeated(error: OverloadedError, message: str, delay: float) -> OverloadedError:
+    """What a server said to another call, in other words, and with another delay in seconds."""
+    details: list[Message] = [detail for detail in error.details if not isinstance(detail, RetryInfo)]
+    details.append(again := RetryInfo())
+    again.retry_delay.FromNanoseconds(round(delay * 1e9))
+    return OverloadedError(message, code=error.code, details=tuple(details))

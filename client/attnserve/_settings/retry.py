@@ -5,10 +5,13 @@ and states the length that the cache is expected to have, so that a second attem
 call is sent again, up to `retries` times and within its deadline, if the server is unavailable (a reply or a status
 UNAVAILABLE, or gRPC's errors for failed connections), if its stream breaks and the call is not the cause, or if the
 server has no room for it now, and then no sooner than the server says. Nothing else is retried: not an error that would
-recur, nor a call that changes the server. Of the calls refused for lack of room, no more are sent again than calls are
-answered: otherwise retries would prolong the overload. The same holds for new calls to a server that has said that it
-has no room, until it should have some (`_servers.room`): of those beyond the budget, the rule is as if it had refused
-them.
+recur, nor a call that changes the server.
+
+If a server has no room, calls on a stream wait for some within their deadlines, however often they are refused, and no
+more are sent than the server has had room for (`_transports.window`); without retries, they fail. Of unary calls that
+were refused no more are sent again than calls are answered: otherwise retries would prolong the overload. The same
+holds for new ones, and for all if there are no retries, to a server that has said that it has no room, until it should
+have some (`_servers.room`): of those beyond the budget, the rule is as if it had refused them.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ class RetryPolicy:
     """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once."""
 
     retries: int
-    """How often a call is sent again at most."""
+    """How often a call is sent again at most, but for those on a stream that wait for room; if 0, these do not wait."""
     first_delay: float = 0.1
     """The longest that the first retry waits, in seconds; each further one waits up to twice as long."""
     longest_delay: float = 5.0
@@ -153,6 +156,18 @@ class RetryPolicy:
         told = (error.retry_delay or 0.0) * 2.0 ** min(attempts - 1, 30)
         delay = max(told, self.first_delay / 10) * (1.0 + 0.5 * self.random())
         return delay if told <= self.longest_delay and now + delay < deadline else None
+
+    def until_room(self, error: AttnServeError, attempts: int, now: float, deadline: float) -> float | None:
+        """How long a call on a stream is to wait, in seconds, if a full server refused the last of `attempts`; None if
+        it is not to, by the policy or because its time does not suffice. The number of retries is no bound: how many
+        calls are sent to full servers, streams decide (`_transports.window`).
+        """
+        if not self.retries or not isinstance(error, OverloadedError):
+            return None
+        told = error.retry_delay or 0.0
+        doubled = max(told * 2.0 ** min(attempts - 1, 30), self.first_delay / 10)
+        delay = min(doubled, max(told, self.longest_delay)) * (1.0 + 0.5 * self.random())
+        return delay if now + delay < deadline else None
 
     def after(
         self, status: Status, attempts: int, now: float, deadline: float, resent: bool = False

@@ -32,7 +32,9 @@ class Call(Generic[T]):
         "owner",
         "pieces",
         "pinned",
+        "priority",
         "refusal",
+        "refusals",
         "resent",
         "size",
         "stream",
@@ -56,6 +58,8 @@ class Call(Generic[T]):
         """When the caller stops waiting."""
         self.pinned = False
         """Whether only this server can answer it."""
+        self.priority = 0
+        """If calls wait for room, those of a higher one are sent first."""
         self.trace = b""
         """Its trace context, as serialised fields of a stream's call."""
         self.id = 0
@@ -65,7 +69,9 @@ class Call(Generic[T]):
         self.message_size = 0
         """The total size of the calls in the message that it was sent in."""
         self.attempts = 0
-        """How many attempts have failed."""
+        """How many attempts have failed, for another reason than that the server had no room."""
+        self.refusals = 0
+        """How many servers had no room for it."""
         self.refusal: OverloadedError | None = None
         """The error that refused the last attempt, if a server had no room."""
         self.avoid: str | None = None
@@ -82,6 +88,7 @@ class Call(Generic[T]):
         if span is not None:
             call.trace = span.fields
         call.pinned = pinned
+        call.priority = encoded.priority
         return call
 
 

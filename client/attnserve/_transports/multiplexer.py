@@ -3,10 +3,11 @@
 No I/O, no clock, no locks: the transports pass in messages, the time and the ends of streams, and get messages to send
 and outcomes to deliver. All times are seconds of one monotonic clock.
 
-    add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
-                    ▲                        │ broken(), or a reply UNAVAILABLE
-                    └──tick()── waiting ◀────┘ (retries: see `_settings.retry`)
+    add(call) ──▶ held ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
+                    ▲                                  │ broken(), a reply UNAVAILABLE, or no room
+                    └───────tick()────── waiting ◀─────┘ (retries: see `_settings.retry`)
 
+Calls are held while the server is known to have no room for more (see `window.py`), by their priorities and ages.
 A broken stream is replaced by a new one. A reply UNAVAILABLE means that the server is going away: nothing more is sent
 on that stream, the replies that it still owes are awaited, and further calls go onto a new stream.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from math import inf
 from typing import Final, Generic, TypeVar
 
@@ -28,12 +30,15 @@ from attnserve._errors import (
     ProtocolError,
     error_from_status,
     no_reply,
+    no_room,
 )
 from attnserve._fields import Buffer, field_prefix, varint
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
 from attnserve._settings import retry
+from attnserve._settings.retry import room_after
 from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.window import Window
 
 T = TypeVar("T")
 
@@ -65,7 +70,12 @@ class Multiplexer(Generic[T]):
         self._message_bytes = message_bytes
         self._calls: dict[int, Call[T]] = {}
         self._ready: deque[Call[T]] = deque()
-        self._waiting: list[tuple[float, Call[T]]] = []
+        self._held: dict[int, Call[T]] = {}
+        self._order: list[tuple[int, int]] = []
+        """A heap of what is held, and was: negative priorities, and ids, which grow with time."""
+        self._waiting: dict[int, tuple[float, Call[T]]] = {}
+        """Calls to be sent again, and from when on."""
+        self._window = Window(policy.retries)
         self._refused: list[Outcome[T]] = []
         """Calls that were not sent, because the server is full."""
         self._cancelled: list[int] = []
@@ -115,20 +125,60 @@ class Multiplexer(Generic[T]):
         return stream == self._stream
 
     def add(self, call: Call[T], now: float) -> None:
-        """Takes a call, which goes into the next message. If that is its first attempt, the server has said that it has
-        no room, and the budget is used up, it waits as if the server had said so again, or fails with the next `tick`.
+        """Takes a call, which goes into the next message; or is held until the server has room, if it has said that it
+        has none; or fails with the next `tick`, if it cannot be answered in its time, or is not to wait.
         """
         self._last_id += 1
         call.id = self._last_id
         self._calls[call.id] = call
-        refusal = None if call.attempts else self._replica.room.refusal(now, call.size)
-        if refusal is None or self._policy.begun.take(now):
-            self._ready.append(call)
-        elif not self._waits_for_room(call, refusal, now):
+        refusal = self._no_room_for(call, now)
+        if refusal is not None:
             self._refused.append((call, refusal))
             self.wakeup = now
+        elif self._window.refusal is None:
+            self._ready.append(call)
+        else:
+            self._hold(call)
+            self._release(now)
         if call.deadline < self.wakeup:
             self.wakeup = call.deadline
+
+    def _no_room_for(self, call: Call[T], now: float) -> OverloadedError | None:
+        """The error of a new call, if it is not to be sent, nor to wait."""
+        if not self._policy.retries:
+            refusal = self._replica.room.refusal(now, call.size)
+            return None if refusal is None or self._policy.begun.take(now) else refusal
+        if not self._held and self._window.passed(now):
+            self._window.forget()
+        return self._window.hopeless(len(self._held) + self._unanswered, now, call.deadline)
+
+    @property
+    def _unanswered(self) -> int:
+        """How many calls the server has, or is about to be sent."""
+        return len(self._calls) - len(self._held) - len(self._waiting) - len(self._refused)
+
+    def _hold(self, call: Call[T]) -> None:
+        """Keeps a call until the server has room for it."""
+        self._held[call.id] = call
+        heappush(self._order, (-call.priority, call.id))
+
+    def _release(self, now: float) -> None:
+        """Makes those calls ready for which the server has room."""
+        room = self._window.room(self._unanswered, now) if self._held else 0
+        while room > 0 and self._held:
+            if (call := self._held.pop(heappop(self._order)[1], None)) is not None:
+                self._ready.append(call)
+                room -= 1
+        if not self._held:
+            self._order.clear()
+        if self._held and now < self._window.opens < self.wakeup:
+            self.wakeup = self._window.opens
+
+    def _forget(self, call: Call[T]) -> None:
+        """Removes a call, wherever it is, from what has no outcome yet."""
+        del self._calls[call.id]
+        self._held.pop(call.id, None)
+        self._waiting.pop(call.id, None)
 
     def cancel(self, call: Call[T]) -> bool:
         """Forgets a call that nobody waits for. False if it already has its outcome, or has moved to another server:
@@ -136,8 +186,11 @@ class Multiplexer(Generic[T]):
         """
         if self._calls.get(call.id) is not call:
             return False
-        del self._calls[call.id]
+        self._forget(call)
+        self._refused = [(other, error) for other, error in self._refused if other is not call]
         self._retract(call)
+        if self._held:
+            self.wakeup = 0.0  # there may be room for another
         return True
 
     def _retract(self, call: Call[T]) -> None:
@@ -208,7 +261,21 @@ class Multiplexer(Generic[T]):
             outcomes.append((self._calls.pop(reply.id), result))
             self._replica.worked(now, begin)
         self._policy.answered(answered, now)
+        self._window.answered(answered, len(self._held), now)
+        if self._window.given_up:
+            self._give_up_waiting(outcomes)
+        self._release(now)
         return outcomes
+
+    def _give_up_waiting(self, outcomes: list[Outcome[T]]) -> None:
+        """Adds to the outcomes those of calls that wait for room in a server that has none."""
+        refusal = self._window.refusal
+        assert refusal is not None
+        refused = [call for _, call in self._waiting.values() if call.refusal is not None]
+        for call in [*refused, *self._held.values()]:
+            self._forget(call)
+            error = call.refusal or refusal
+            outcomes.append((call, OverloadedError(str(error), code=error.code, details=error.details)))
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
         """The server asks for a stream to be closed; it still answers the calls that it has. If there are `others`,
@@ -218,14 +285,15 @@ class Multiplexer(Generic[T]):
             self._leave_stream()
             self._replica.asks_to_leave(now)
             if others:
-                self._part_with(list(self._ready))
+                self._part_with([*self._ready, *self._held.values()])
 
     def leave(self) -> None:
         """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
-        waits out the pause that it was told: `tick` then moves it, if the retry budget allows it.
+        waits out the pause that it was told: `tick` then moves it.
         """
         self._leave_stream()
-        self._part_with([*self._ready, *(call for _, call in self._waiting if call.refusal is None)])
+        waiting = (call for _, call in self._waiting.values() if call.refusal is None)
+        self._part_with([*self._ready, *self._held.values(), *waiting])
 
     def take_leaving(self) -> list[Call[T]]:
         """The calls to be moved to other servers, which are no longer kept here."""
@@ -235,11 +303,11 @@ class Multiplexer(Generic[T]):
     def _part_with(self, calls: Iterable[Call[T]]) -> None:
         """Hands over unsent calls, except those that only this server can answer."""
         for call in calls:
-            if not call.pinned and self._calls.pop(call.id, None) is not None:
+            if not call.pinned and call.id in self._calls:
+                self._forget(call)
                 self._leaving.append(call)
         # They get new ids elsewhere, which mean other calls here.
         self._ready = deque(call for call in self._ready if call.id in self._calls)
-        self._waiting = [(due, call) for due, call in self._waiting if call.id in self._calls]
 
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
@@ -266,6 +334,7 @@ class Multiplexer(Generic[T]):
             if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += [call for call in self._ready if call.id in self._calls]
                 self._ready.clear()
+                self._window.forget()
             for call in affected:
                 if retry.breaks_only_the_stream(status.code):
                     self._try_again(call, status, now, outcomes)
@@ -275,6 +344,7 @@ class Multiplexer(Generic[T]):
                 (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
         if stream == self._stream:
             self._leave_stream()
+        self._release(now)
         return outcomes
 
     def distrusted(self, stream: int, message: str) -> list[Outcome[T]]:
@@ -288,27 +358,29 @@ class Multiplexer(Generic[T]):
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
         fail if there are too many retries; calls past their deadline fail.
         """
-        outcomes = [(call, error) for call, error in self._refused if self._calls.pop(call.id, None) is not None]
+        outcomes: list[Outcome[T]] = [(call, error) for call, error in self._refused]
         self._refused.clear()
-        for call in [call for call in self._calls.values() if call.deadline <= now]:
+        for call, _ in outcomes:
             del self._calls[call.id]
+        for call in [call for call in self._calls.values() if call.deadline <= now]:
+            refusal = None if call.stream else self._window.refusal
+            self._forget(call)
             self._retract(call)
-            outcomes.append((call, no_reply(call.timeout, self._replica.address)))
-        due_again: list[Call[T]] = []
-        for call in [call for due, call in self._waiting if due <= now and call.id in self._calls]:
-            if call.refusal is None or self._policy.retried.take(now):
-                due_again.append(call)
-            else:
-                outcomes.append((self._calls.pop(call.id), call.refusal))
-        self._waiting = [(due, call) for due, call in self._waiting if due > now and call.id in self._calls]
+            late = no_reply(call.timeout, self._replica.address) if refusal is None else no_room(refusal, call.timeout)
+            outcomes.append((call, late))
+        due_again = [call for due, call in self._waiting.values() if due <= now]
+        for call in due_again:
+            del self._waiting[call.id]
         if others:
             self._part_with(due_again)
             due_again = [call for call in due_again if call.pinned]
-        self._ready.extend(due_again)
+        for call in due_again:
+            self._hold(call)
         self.wakeup = min(
-            min((due for due, _ in self._waiting), default=inf),
+            min((due for due, _ in self._waiting.values()), default=inf),
             min((call.deadline for call in self._calls.values()), default=inf),
         )
+        self._release(now)
         return outcomes
 
     def close(self) -> list[Outcome[T]]:
@@ -316,6 +388,8 @@ class Multiplexer(Generic[T]):
         outcomes: list[Outcome[T]] = [(call, ClientClosedError()) for call in self._calls.values()]
         self._calls.clear()
         self._ready.clear()
+        self._held.clear()
+        self._order.clear()
         self._waiting.clear()
         self._refused.clear()
         self._leave_stream()
@@ -331,24 +405,30 @@ class Multiplexer(Generic[T]):
             del self._calls[call.id]
             outcomes.append((call, retry.given_up(status, call.attempts + 1)))
             return
+        call.attempts += 1
         self._wait(call, now + delay)
 
     def _waits_for_room(self, call: Call[T], error: AttnServeError, now: float) -> bool:
         """Whether a call that ended with an error waits until the server has room; if so, it does from now on."""
-        pause = self._policy.after_overload(error, call.attempts + 1, now, call.deadline)
+        for_all = room_after(error) is not None
+        wait = self._policy.until_room if for_all else self._policy.after_overload
+        pause = wait(error, call.refusals + 1, now, call.deadline)
         if pause is None:
             return False
         assert isinstance(error, OverloadedError)
-        self._wait(call, now + pause, error)
-        return True
+        self._wait(call, now + pause)
+        call.refusals += 1
+        call.refusal = error
+        if for_all:
+            self._window.refused(error, self._unanswered, pause, now)
+        return True  # unless the window gives the server up: see `resolve`
 
-    def _wait(self, call: Call[T], until: float, refusal: OverloadedError | None = None) -> None:
-        """Schedules a call to be sent again; with a `refusal` (no room), only if the retry budget then allows it."""
+    def _wait(self, call: Call[T], until: float) -> None:
+        """Schedules a call to be sent again."""
         call.stream = 0
-        call.refusal = refusal
+        call.refusal = None
         call.avoid = self._replica.address
-        call.attempts += 1
-        self._waiting.append((until, call))
+        self._waiting[call.id] = until, call
         self.wakeup = min(self.wakeup, until)
 
 

@@ -177,6 +177,7 @@ class StreamTransport:
     def _withdraw(self, call: Call[StreamFuture]) -> None:
         self._multiplexer.cancel(call)
         self._writable.set()
+        self._advance()
 
     def _advance(self) -> None:
         """Does everything that has become possible."""

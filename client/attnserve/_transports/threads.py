@@ -149,6 +149,7 @@ class StreamTransport:
         with DelayedInterrupt(), self._lock if waits else at_once(self._lock):
             withdrawn = self._multiplexer.cancel(call)
             self._writable.notify_all()
+            self._timer.notify_all()
         return withdrawn
 
     def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:

@@ -1,0 +1,277 @@
+"""Calls on a stream wait in the client while the server has no room for them, and are sent as it answers others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import wait
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import calls
+import grpc
+import numpy as np
+import pytest
+from askers import array
+from multiplexed import DONE, call, full, message, status
+from peers import peer, replies
+
+from attnserve import Client, OverloadedError
+from attnserve._errors import error_from_status
+from attnserve._requests.reply import Reply
+from attnserve._servers.replicas import Replica
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.window import FORGOTTEN_AFTER, Window
+from attnserve.v1 import attention_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Server
+
+EAGER = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 0.0)
+"""Waits no longer than the server says."""
+
+
+class Stream:
+    """A multiplexer and its server, which answers and refuses calls by their names."""
+
+    def __init__(self, policy: RetryPolicy = EAGER) -> None:
+        self.multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
+        self.number = self.multiplexer.opened(0.0)
+        self.ids: dict[Any, int] = {}
+        self.outcomes: dict[Any, Any] = {}
+
+    def add(self, *names: Any, now: float = 0.0, timeout: float | None = None, priority: int = 0) -> None:
+        for name in names:
+            added = call(name, now=now, timeout=timeout)
+            added.priority = priority
+            self.multiplexer.add(added, now)
+            self.ids[name] = added.id
+
+    def sent(self, now: float = 0.0) -> list[Any]:
+        """The names of the calls in the messages that are due."""
+        names = []
+        while (found := message(self.multiplexer, self.number, now)) is not None:
+            names += [next(name for name, own in self.ids.items() if own == each.id) for each in found.calls]
+        return names
+
+    def replies(self, *names: Any, now: float = 0.0, error: Any = DONE) -> None:
+        for name in names:
+            self._take(self.multiplexer.resolve(self.number, [Reply(self.ids[name], error)], now))
+
+    def tick(self, now: float) -> None:
+        self._take(self.multiplexer.tick(now))
+
+    def _take(self, outcomes: list[Any]) -> None:
+        self.outcomes |= {call.owner: outcome for call, outcome in outcomes}
+
+
+@pytest.fixture
+def stream() -> Stream:
+    """Whose server took the first four of six calls, and refused the others for one second."""
+    stream = Stream()
+    stream.add(*range(6))
+    assert stream.sent() == [*range(6)]
+    stream.replies(4, 5, error=full("queue_time", 1.0))
+    return stream
+
+
+def test_no_more_are_sent_than_the_server_took(stream: Stream) -> None:
+    stream.add("a", "b", now=0.1)
+    assert stream.sent(0.1) == []
+    stream.replies(0, now=0.2)
+    assert stream.sent(0.2) == ["a"]
+    stream.replies(1, now=0.3)
+    assert stream.sent(0.3) == ["b"]
+    stream.add("c", now=0.3)
+    assert stream.sent(0.3) == []
+
+
+def test_those_that_were_refused_are_sent_before_others_once_they_have_waited(stream: Stream) -> None:
+    stream.add("a", "b", "c", now=0.1)
+    stream.tick(1.0)
+    assert stream.sent(1.0) == []
+    stream.replies(0, 1, 2, now=1.1)
+    assert stream.sent(1.1) == [4, 5, "a"]
+
+
+def test_those_of_a_higher_priority_are_sent_first(stream: Stream) -> None:
+    stream.add("a", "b", now=0.1)
+    stream.add("urgent", now=0.2, priority=3)
+    stream.add("idle", now=0.2, priority=-3)
+    stream.tick(1.0)
+    stream.replies(0, 1, 2, 3, now=1.1)
+    first = stream.sent(1.1)
+    stream.replies("urgent", 4, 5, now=1.2)
+    assert first + stream.sent(1.2) == ["urgent", 4, 5, "a", "b", "idle"]
+
+
+def test_answers_while_others_wait_find_more_room(stream: Stream) -> None:
+    names = [f"held {n}" for n in range(100)]
+    stream.add(*names, now=0.1)
+    in_flight, most = [0, 1, 2, 3], 0
+    for _ in range(40):
+        stream.replies(in_flight.pop(0), now=0.2)
+        in_flight += stream.sent(0.2)
+        most = max(most, len(in_flight))
+    assert 6 <= most <= 12
+    stream.replies(in_flight.pop(), now=0.3, error=full("queue_time", 1.0))
+    assert stream.sent(0.3) == [], "which ends where one is refused"
+
+
+def test_a_server_that_took_none_is_asked_by_one_and_then_by_more() -> None:
+    stream = Stream()
+    stream.add("a", "b")
+    stream.sent()
+    stream.replies("a", "b", error=full("requests", 0.5))
+    stream.add(*range(20), now=0.1)
+    stream.tick(0.49)
+    assert stream.sent(0.49) == []
+    assert stream.multiplexer.wakeup == pytest.approx(0.5)
+    stream.tick(0.5)
+    assert stream.sent(0.5) == ["a"]
+    stream.replies("a", now=0.6)
+    assert stream.sent(0.6) == ["b", 0]
+    stream.replies("b", 0, now=0.7)
+    assert stream.sent(0.7) == [1, 2, 3, 4]
+    assert set(stream.outcomes) == {"a", "b", 0}
+
+
+def test_one_that_never_has_room_is_given_up_after_so_many_retries() -> None:
+    stream = Stream()
+    stream.add("a")
+    stream.sent()
+    now, times = 0.0, [0.0]
+    stream.replies("a", error=full("requests", 0.5))
+    stream.add("held", now=0.1)
+    while not stream.outcomes:
+        now = stream.multiplexer.wakeup
+        assert now < inf
+        stream.tick(now)
+        for name in stream.sent(now):
+            times.append(now)
+            stream.replies(name, now=now, error=full("requests", 0.5))
+    assert times == [0.0, 0.5, 1.5, 3.5]
+    assert all(isinstance(error, OverloadedError) for error in stream.outcomes.values())
+    assert set(stream.outcomes) == {"a", "held"}
+    stream.add("late", now=now + 0.1)
+    stream.tick(now + 0.1)
+    assert "was not asked again" in str(stream.outcomes["late"])
+    stream.add("later", now=now + 5.0)
+    assert stream.sent(now + 5.0) == ["later"]
+
+
+def test_a_call_that_cannot_be_answered_in_its_time_is_told_at_once(stream: Stream) -> None:
+    """By the speed at which calls are answered, and with half of its time for the server."""
+    stream.add(*(f"held {n}" for n in range(200)), now=0.1)
+    in_flight, now = [0, 1, 2, 3], 0.0
+    for _ in range(50):  # ten a second
+        now += 0.1
+        stream.replies(in_flight.pop(0), now=now)
+        in_flight += stream.sent(now)
+    ahead = len(stream.multiplexer) - 2  # two wait for what the server has told them
+    stream.add("hopeless", now=now, timeout=0.12 * ahead)
+    stream.add("hopeful", now=now, timeout=0.3 * ahead)
+    stream.tick(now)
+    assert isinstance(error := stream.outcomes["hopeless"], OverloadedError)
+    assert "ahead of this one, should take" in str(error)
+    assert error.bound == "queue_time"
+    assert error.retry_delay == pytest.approx(0.05 * ahead, rel=0.3)
+    assert "hopeful" not in stream.outcomes
+
+
+def test_the_deadline_of_one_that_waits(stream: Stream) -> None:
+    stream.add("a", now=0.1, timeout=10.0)
+    stream.tick(10.1)
+    assert isinstance(stream.outcomes["a"], OverloadedError)
+    assert str(stream.outcomes["a"]) == "full; no room within 10 s"
+    stream.replies(0, now=10.2)
+    assert stream.sent(10.2) == [4], "which has no deadline"
+
+
+def test_one_that_is_given_up_makes_room(stream: Stream) -> None:
+    stream.add("a", "b", now=0.1)
+    multiplexer = stream.multiplexer
+    assert multiplexer.cancel(multiplexer._calls[stream.ids[0]])
+    assert multiplexer.cancel(multiplexer._calls[stream.ids["a"]])
+    assert multiplexer.wakeup == 0.0
+    stream.tick(0.2)
+    assert stream.sent(0.2) == ["b"]
+    assert multiplexer.wakeup == 1.0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_bound_is_forgotten_after_a_while_in_which_nothing_waits(stream: Stream, waits: bool) -> None:
+    late = 1.0 + FORGOTTEN_AFTER
+    if waits:
+        stream.add("a", "b", "c", now=0.1)
+    stream.tick(1.0)
+    stream.replies(*range(4), now=1.1)
+    before = stream.sent(1.1)
+    stream.add(*(f"late {n}" for n in range(10)), now=late)
+    assert (len(stream.sent(late)) == 10) == (not waits)
+    assert before[:2] == [4, 5]
+
+
+def test_another_stream_may_lead_to_another_server(stream: Stream) -> None:
+    stream.add("a", "b", now=0.1)
+    assert stream.multiplexer.broken(stream.number, status(grpc.StatusCode.UNAVAILABLE), 0.2) == []
+    assert stream.multiplexer.wants_stream
+    stream.number = stream.multiplexer.opened(0.2)
+    assert stream.sent(0.2) == ["a", "b"]
+
+
+def test_what_is_held_goes_elsewhere_when_the_server_is_left(stream: Stream) -> None:
+    stream.add("a", "b", now=0.1)
+    stream.multiplexer.asked_to_leave(stream.number, 0.2, others=True)
+    assert [each.owner for each in stream.multiplexer.take_leaving()] == ["a", "b"]
+    assert len(stream.multiplexer) == 6
+
+
+def test_closing_ends_what_is_held(stream: Stream) -> None:
+    stream.add("a", now=0.1)
+    assert len(stream.multiplexer.close()) == 7
+    assert stream.multiplexer.tick(1.0) == []
+
+
+def test_an_error_that_is_kept_holds_no_frames() -> None:
+    window = Window(3)
+    error = error_from_status(full("requests", 1.0))
+    assert isinstance(error, OverloadedError)
+    window.refused(error, 0, 1.0, 0.0)
+    assert window.refusal is not error
+
+
+def test_a_server_with_room_for_one_answers_all() -> None:
+    """Of the calls in a message, it takes one, and refuses all others."""
+    messages_read = 0
+
+    def narrow(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        nonlocal messages_read
+        for data in messages:
+            messages_read += 1
+            first, *others = pb.AttendStreamRequest.FromString(data).calls
+            refused = [pb.AttendStreamReply(id=each.id, error=full("requests", 0.01)) for each in others]
+            yield pb.AttendStreamResponse(replies=refused).SerializeToString()
+            yield from replies(pb.AttendStreamRequest(calls=[first]).SerializeToString())
+
+    with peer(narrow) as address, Client(address) as client:
+        futures = [client.submit(array(n), array(n), array(n)) for n in range(100)]
+        assert [future.result(calls.PATIENCE_S).output[0, 0] for future in futures] == [*range(100)]
+    assert messages_read > 1
+
+
+def test_a_burst_that_a_server_can_work_off_is_worked_off(start_server: Callable[..., Server]) -> None:
+    """Of many times what it has room for, in one client, with a few others' calls in between."""
+    server = start_server("--max-queue-time", "5ms", "--threads", "1")
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((8, 256, 64)).astype(np.float32)
+    with Client(server.address, timeout=calls.PATIENCE_S) as client, Client(server.address) as other:
+        expected = client.attend(query, query, query).output
+        futures = [client.submit(query, query, query) for _ in range(300)]
+        small = [other.submit(query[:, :1], query, query) for _ in range(10)]
+        wait([*futures, *small], calls.PATIENCE_S)
+        assert [future.exception() for future in (*futures, *small)] == [None] * 310
+        assert all(np.array_equal(future.result().output, expected) for future in futures)
+    assert calls.rejections(server.http_address) > 0, "it was full"
