@@ -68,6 +68,11 @@ def test_version() -> None:
             "attnserve-server: --max-requests: expected a number of at least 1 and at most 1e18, found 'many'\n",
         ),
         (
+            ["--max-elements", "0"],
+            {},
+            "attnserve-server: --max-elements: expected a number of at least 1 and at most 1e18, found '0'\n",
+        ),
+        (
             [],
             {"ATTNSERVE_DEVICE": "tpu"},
             "attnserve-server: ATTNSERVE_DEVICE: expected auto, cpu, cuda or cuda:N, found 'tpu'\n",
