@@ -24,7 +24,13 @@ class Dam:
         self._flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
+        self._callers: set[socket.socket] = set()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    @property
+    def connections(self) -> int:
+        """How many connections callers have open."""
+        return len(self._callers)
 
     def shut(self) -> None:
         """From now on no reply arrives."""
@@ -54,6 +60,7 @@ class Dam:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK)  # or the system would hold megabytes
                 server.connect(self._server)
                 self._ends += [caller, server]
+                self._callers.add(caller)
                 for ends in ((caller, server), (server, caller)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -64,3 +71,4 @@ class Dam:
                     self._flows.wait()
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
+        self._callers.discard(source)

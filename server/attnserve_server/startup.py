@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from attnserve_server import __version__
+from attnserve_server.host import standard_output
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.observability.logs import JsonFormatter
 
@@ -37,9 +38,8 @@ class Startup:
             line = self._formatter.format(logging.makeLogRecord({**record, "fact": fact, "value": value, **more}))
         try:
             print(line, flush=True)
-        except OSError as error:  # a full disk, or a pipe whose reader has gone
-            logger.warning("standard output cannot be written: %s", error.strerror)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
+        except OSError as error:
+            logger.warning("%s", standard_output.give_up(error))
 
 
 def surroundings() -> Iterator[tuple[str, str]]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from askers import arrays
+from askers import Transport, arrays, transport
+from calls import until
+from dam import Dam
 
 from attnserve import AsyncClient, Client, NotFoundError, OverloadedError, UnavailableError
+from attnserve._servers import replicas
 
 if TYPE_CHECKING:
     from tests.conftest import Server
+
+
+__all__ = ["transport"]
 
 
 @pytest.fixture
@@ -118,3 +125,51 @@ async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: S
                 await in_tasks_too.caches.delete(opened.name)
         with pytest.raises(NotFoundError):
             alone.caches.get(made[1].name)
+
+
+def test_a_home_is_left_when_its_caches_are_no_longer_used(
+    server: Server, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not while a call is in flight there, and it is found again. The client's own address is fixed."""
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 1.0)
+    query, key, value = arrays()
+    with (
+        Dam(server.address) as slow,
+        Dam(server.address) as home,
+        Client(server.address, transport=transport) as client,
+    ):
+        with client.create_cache(2, 8) as cache:
+            cache.append(key, value)
+            elsewhere, waited_for = (client.open_cache(cache.name, address=each.address) for each in (home, slow))
+            slow.shut()
+            in_flight = client.submit(query, caches=waited_for)
+            result = client.attend(query, caches=elsewhere)
+            until(lambda: not home.connections, "the unused one is closed, by itself")
+            assert slow.connections == 1
+            assert not in_flight.done()
+            slow.open()
+            assert (in_flight.result().output == result.output).all()
+            assert (client.attend(query, caches=elsewhere).output == result.output).all()
+            until(lambda: not (slow.connections or home.connections), "both are closed")
+            assert (client.attend(query, caches=cache).output == result.output).all()
+        assert client._calls.servers._retiring is None
+
+
+async def test_so_is_it_in_tasks(server: Server, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 1.0)
+    query, key, value = arrays()
+    with Dam(server.address) as slow, Dam(server.address) as home:
+        async with AsyncClient(server.address, transport=transport) as client, await client.create_cache(2, 8) as cache:
+            await cache.append(key, value)
+            elsewhere, waited_for = [await client.open_cache(cache.name, address=each.address) for each in (home, slow)]
+            slow.shut()
+            in_flight = asyncio.ensure_future(client.attend(query, caches=waited_for))
+            result = await client.attend(query, caches=elsewhere)
+            await asyncio.to_thread(until, lambda: not home.connections, "the unused one is closed, by itself")
+            assert slow.connections == 1
+            assert not in_flight.done()
+            slow.open()
+            assert ((await in_flight).output == result.output).all()
+            assert ((await client.attend(query, caches=elsewhere)).output == result.output).all()
+            await asyncio.to_thread(until, lambda: not (slow.connections or home.connections), "both are closed")
+            assert ((await client.attend(query, caches=cache)).output == result.output).all()

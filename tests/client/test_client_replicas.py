@@ -191,6 +191,30 @@ def test_a_server_is_forgotten_when_it_is_gone_and_was_not_used_for_long() -> No
     assert fleet.disposed == ["b"]
 
 
+def test_a_server_that_was_never_listed_is_forgotten_when_it_was_not_used_for_long() -> None:
+    """Whether or not there is another list."""
+    fleet = Fleet("a")
+    assert not fleet.replicas.lingering
+    fleet.at("a", 0.0)
+    assert not fleet.replicas.lingering
+    home = fleet.at("home", 10.0)
+    assert fleet.replicas.lingering
+    assert fleet.replicas.retire(9.0 + FORGET_AFTER)
+    fleet.at("home", 11.0).in_flight = 1
+    assert fleet.replicas.retire(20.0 + FORGET_AFTER)
+    home.in_flight = 0
+    home.replica.worked(30.0 + FORGET_AFTER, 11.0)
+    assert fleet.replicas.retire(40.0 + FORGET_AFTER), "an operation may be about to take its next step"
+    home.replica.failed(50.0 + FORGET_AFTER)
+    assert fleet.replicas.retire(40.0 + 2 * FORGET_AFTER)
+    assert fleet.disposed == []
+    assert not fleet.replicas.retire(50.0 + 2 * FORGET_AFTER)
+    assert fleet.disposed == ["home"]
+    assert not fleet.replicas.lingering
+    assert fleet.at("home", 60.0 + 2 * FORGET_AFTER) is not home
+    assert fleet.replicas.addresses == ["a"]
+
+
 def test_connections_that_are_made_anew() -> None:
     """The old ones finish their calls, and are closed once nobody can be using them."""
     fleet = Fleet("a", "b")

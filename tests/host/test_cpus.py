@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 
-from attnserve_server.host.cpus import has_amx, is_amd
+from attnserve_server.host.cpus import has_amx, is_amd, model
 
 DESCRIPTION = "processor\t: 0\nvendor_id\t: {}\nmodel name\t: AuthenticAMD amx_bf16\nflags\t\t: fpu avx512f {}\n\n"
 
@@ -25,6 +26,15 @@ def test_vendor_and_instructions(tmp_path: Path, vendor: str, flags: str, amd: b
     assert (is_amd(description), has_amx(description)) == (amd, amx)
 
 
+def test_the_name(tmp_path: Path) -> None:
+    description = tmp_path / "cpuinfo"
+    description.write_text(DESCRIPTION.format("AuthenticAMD", "") + "model name\t: of the second processor\n")
+    assert model(description) == "AuthenticAMD amx_bf16"
+
+
 def test_where_nothing_is_described(tmp_path: Path) -> None:
     assert not is_amd(tmp_path / "cpuinfo")
     assert not has_amx(tmp_path / "cpuinfo")
+    assert model(tmp_path / "cpuinfo") in (platform.processor(), platform.machine())
+    (tmp_path / "other").write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert model(tmp_path / "other") == platform.machine()

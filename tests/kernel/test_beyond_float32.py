@@ -11,7 +11,6 @@ from cases import BEYOND_FLOAT32, Plan
 from kernel_calls import call_of, run
 
 from attnserve_server.kernels import flash_cpu, math
-from attnserve_server.native import library
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -49,10 +48,6 @@ def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -
     result = run(call_of(case, return_lse=True))
     assert result.kernel == flash_cpu.NAME
     accuracy.check(case, result)
-
-
-def test_the_native_kernel_leaves_the_same_numbers_to_others() -> None:
-    assert math.MAX_FACTOR == library.MAX_FACTOR
 
 
 @pytest.mark.parametrize("stage", oracle.STAGES)

@@ -174,6 +174,32 @@ def test_it_starts_nothing_and_needs_no_torch(tmp_path: Path) -> None:
     assert layer["bytes"] == 4 * layer["parameters"] == 90261504
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_output_that_cannot_be_written_is_one_line_and_status_1(definitions: Path, flags: list[str]) -> None:
+    """What is wrong with the layers is told all the same."""
+    definitions.write_text(TEXT + BAD)
+    command = [sys.executable, "-m", "attnserve_server", "layers", "check", str(definitions), *flags]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    first, *others = done.stderr.splitlines()
+    assert (done.returncode, first) == (
+        1,
+        "attnserve-server: standard output cannot be written: No space left on device",
+    )
+    assert [line.partition(": expected")[0] for line in others] == (
+        [] if flags else ["file.safetensors: layer 'bad': value.weight"]
+    )
+
+
+def test_nobody_listens(definitions: Path) -> None:
+    """Standard output is closed: the status tells."""
+    command = [sys.executable, "-m", "attnserve_server", "layers", "check", str(definitions)]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_it_is_cut_short(definitions: Path) -> None:
     """By a reader that closes its end, such as `head`."""
     nobody_reads, out = os.pipe()

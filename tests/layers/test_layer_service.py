@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from safetensors.torch import save_file
 from scores import BROKEN, DEFINITION, PATIENCE_S, X, expected, weight, write
 
 from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
+from attnserve.v1 import layers_pb2
+from attnserve_server.errors import ComputationFailed
+from attnserve_server.rpc.layer_service import LayerService
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +212,35 @@ def test_a_load_that_fails_changes_nothing(changing: tuple[Server, Client], dire
     assert client.layers.list() == before
     result = client.apply("one", X)
     assert_same_bits(result.output, output)
+
+
+@pytest.mark.parametrize("wrong", ["28", [28], {}])
+def test_a_config_whose_numbers_are_none_is_the_callers_to_mend(
+    changing: tuple[Server, Client], directory: Path, wrong: Any
+) -> None:
+    _, client = changing
+    config = {"model_type": "qwen2", "sliding_window": 4, "max_window_layers": wrong, "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "qwen2.toml").write_text('[[layers]]\nname = "qwen2"\nfile = "one.safetensors"\npreset = "llama"')
+    with pytest.raises(InvalidRequestError, match="max_window_layers: expected a whole number") as caught:
+        client.layers.load("qwen2.toml")
+    assert caught.value.field == "definitions"
+
+
+async def test_a_failure_of_the_servers_own_is_not_said_to_be_of_the_device() -> None:
+    class Broken:
+        max_layers = 1
+
+        async def load(self, definitions: str, names: list[str]) -> Any:
+            raise TypeError(f"nothing for callers: {definitions}, {names}")
+
+    made: dict[str, Any] = {}
+    rpcs: Any = SimpleNamespace(answering=lambda name, message, answer, *roles: made.setdefault(name, answer))
+    registry: Any = Broken()
+    server: Any = SimpleNamespace(add_generic_rpc_handlers=lambda handlers: None)
+    LayerService(registry, rpcs, lambda: None).register(server)
+    with pytest.raises(ComputationFailed, match=r"the layers could not be loaded$"):
+        await made["load_layers"](None, layers_pb2.LayerServiceLoadRequest(definitions="layers.toml"))
 
 
 def test_more_defects_than_a_status_has_room_for(changing: tuple[Server, Client], directory: Path) -> None:

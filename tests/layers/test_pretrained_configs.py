@@ -65,6 +65,46 @@ def test_windows_of_single_blocks_follow_their_kind(tmp_path: Path) -> None:
     assert windows == [(-1, -1), (3, 0)]
 
 
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    """A directory of a Qwen2 of two blocks, whose config says nothing of which of them have a window."""
+    small = {key: value for key, value in SMALL_LLAMA.items() if key != "head_dim"}
+    pretrained(tmp_path, transformers.Qwen2Model(transformers.Qwen2Config(**small)))
+    path = tmp_path / "config.json"
+    config = {**json.loads(path.read_text()), "use_sliding_window": True, "sliding_window": 4}
+    path.write_text(json.dumps({key: config[key] for key in config if key not in ("layer_types", "max_window_layers")}))
+    return tmp_path
+
+
+WINDOW = "window = [3, 0]"
+
+
+@pytest.mark.parametrize("wrong", ["1", 1.5, -1, True, [1]])
+def test_numbers_of_blocks_that_are_none(qwen2: Path, wrong: Any) -> None:
+    changes = {"max_window_layers": wrong}
+    assert set(config_defects(qwen2, "llama", changes)) == {"max_window_layers"}
+    assert set(config_defects(qwen2, "llama.attention", {}, "numbers = 1")) == {"max_window_layers"}
+    assert config_defects(qwen2, "llama", {}, WINDOW) == {}
+    changes = {"max_window_layers": 1, "num_hidden_layers": wrong}
+    assert set(config_defects(qwen2, "llama", changes)) == {"num_hidden_layers"}
+    assert len(examine(qwen2 / "layers.toml", qwen2).defects) == 1, "said once, though two options depend on it"
+    assert set(config_defects(qwen2, "llama", {}, "blocks = 2")) == {"num_hidden_layers"}
+    assert config_defects(qwen2, "llama", {}, f"blocks = 2\n{WINDOW}") == {}
+
+
+@pytest.mark.parametrize("said", [{}, {"max_window_layers": None}])
+def test_which_blocks_have_a_window_is_by_default_what_transformers_takes(qwen2: Path, said: dict[str, None]) -> None:
+    """The 29th and all after it."""
+    assert config_defects(qwen2, "llama", said) == {}
+    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2)
+    assert isinstance(specification.architecture, Transformer)
+    attention = specification.architecture.block.self_attention
+    assert attention is not None
+    assert attention.window == (-1, -1)
+    assert set(config_defects(qwen2, "llama", {"num_hidden_layers": None})) == {"max_window_layers"}
+    assert config_defects(qwen2, "llama.attention", {}, "numbers = 1") == {}
+
+
 def test_more_configs_of_models_that_compute_something_else(tmp_path: Path) -> None:
     (tmp_path / "bert").mkdir()
     pretrained(tmp_path / "bert", transformers.BertModel(bert_config()))

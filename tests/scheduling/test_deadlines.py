@@ -31,11 +31,12 @@ def check(
     priority: int = 0,
 ) -> None:
     """Checks a request that takes `seconds` and whose caller waits `left` longer; raises its refusal. It was read until
-    now, which took `decode` seconds.
+    now, which took `decode` seconds. If it is a trial, it begins.
     """
     cost = round(seconds * SECOND)
     entry: Any = Request(arrival=now - decode, cost=cost, deadline=now + left, decode=decode, priority=priority)
-    deadlines.check(entry, free_at)
+    if deadlines.check(entry, free_at):
+        deadlines.begin_trial(entry)
 
 
 def deadlines(*waiting: Entry) -> Deadlines:

@@ -10,7 +10,7 @@ import pytest
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, hold, torch_threads
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.errors import DeadlineExceeded, DeadlineUnreachable
+from attnserve_server.errors import DeadlineExceeded, DeadlineUnreachable, Overloaded
 from attnserve_server.scheduling.entry import Outcome
 from attnserve_server.scheduling.pace import Amount
 
@@ -95,6 +95,19 @@ async def test_an_idle_device_does_not_spend_itself_on_what_will_be_too_late() -
         bench.submit(message, deadline=perf_counter() + PATIENCE_S)
     patient = bench.submit(message, deadline=perf_counter() + 2000.0)
     assert isinstance((await bench.outcomes([tried, patient]))[1], Outcome)
+
+
+async def test_a_trial_that_is_refused_was_none() -> None:
+    """The next request is one, without the pause that follows a trial."""
+    bench = Bench(HeldDevice(INLINE), max_requests=1)
+    message = messages.random_attend(0)
+    taught(bench, message, 1000.0)
+    bench.admission.admit_computed("another", 0, 1)  # a reply that its caller has not received yet
+    with pytest.raises(Overloaded):
+        bench.submit(message, deadline=perf_counter() + PATIENCE_S)
+    bench.admission.release("another", 0)
+    tried = bench.submit(message, deadline=perf_counter() + PATIENCE_S)
+    assert isinstance((await bench.outcomes([tried]))[0], Outcome)
 
 
 async def test_the_rate_is_learnt_from_batches() -> None:

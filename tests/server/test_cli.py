@@ -21,7 +21,7 @@ from loopback import loopback
 from attnserve._commands import connection_flags
 from attnserve_server import __version__
 from attnserve_server.settings import command_line
-from attnserve_server.settings.command_line import misspelled
+from attnserve_server.settings.command_line import misspelled, misspelled_flags
 from attnserve_server.settings.config import settings
 
 if TYPE_CHECKING:
@@ -68,11 +68,22 @@ def test_version() -> None:
             "attnserve-server: --max-requests: expected a number of at least 1 and at most 1e18, found 'many'\n",
         ),
         (
+            ["--max-elements", "0"],
+            {},
+            "attnserve-server: --max-elements: expected a number of at least 1 and at most 1e18, found '0'\n",
+        ),
+        (
             [],
             {"ATTNSERVE_DEVICE": "tpu"},
             "attnserve-server: ATTNSERVE_DEVICE: expected auto, cpu, cuda or cuda:N, found 'tpu'\n",
         ),
         (["--gpu"], {}, "attnserve-server: unrecognized arguments: --gpu (--help lists the flags)\n"),
+        (
+            ["--max-byte", "3", "--gpu", "--LAYER=a"],
+            {},
+            "attnserve-server: unrecognized arguments: --max-byte 3 --gpu --LAYER=a; --max-byte is no flag: "
+            "--max-bytes is; --LAYER is no flag: --layers is (--help lists the flags)\n",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], environ: dict[str, str], line: str) -> None:
@@ -138,6 +149,15 @@ def test_variables_that_are_nearly_settings_are_told() -> None:
     ]
     done = run_without_the_extra(ATTNSERVE_DEVCE="cpu")  # exits at once
     assert "ATTNSERVE_DEVCE is no setting: ATTNSERVE_DEVICE is" in done.stderr
+
+
+def test_any_two_letters_of_a_flag_that_are_exchanged_are_told() -> None:
+    for item in settings():
+        right = command_line.flag(item.name)
+        for at in range(len("--"), len(right) - 1):
+            wrong = right[:at] + right[at + 1] + right[at] + right[at + 2 :]
+            if wrong != right:
+                assert list(misspelled_flags([wrong, f"{wrong}=1"])) == 2 * [(wrong, right)]
 
 
 def test_any_two_letters_of_a_variable_that_are_exchanged_are_warned_of() -> None:

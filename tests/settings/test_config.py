@@ -69,6 +69,7 @@ def test_flag_of_a_truth_value_by_itself_is_true() -> None:
 
 def test_values_have_their_units() -> None:
     argv = ["--max-bytes=3GiB", "--max-wait", "1500us", "--drain-grace=1m", "--max-flops=2e13", "--reflection=off"]
+    argv.append("--max-elements=2e9")
     loaded = command_line.load(argv, {})
     assert loaded.max_bytes == 3 * 2**30
     assert loaded.max_wait == 0.0015
@@ -76,6 +77,7 @@ def test_values_have_their_units() -> None:
     assert loaded.max_flops == 20_000_000_000_000
     assert type(loaded.max_flops) is int
     assert loaded.reflection is False
+    assert loaded.max_elements == 2_000_000_000
     assert (loaded.show("max_wait"), loaded.sources()["max_wait"]) == ("1500us", "flag")
 
 

@@ -20,15 +20,15 @@ LONGEST_REST: Final = 30.0
 """How long a server that failed is left alone, in seconds: twice as long every time, from the first to the longest."""
 
 FORGET_AFTER: Final = 60.0
-"""How long, in seconds, the unused connection to a server that is no longer listed is kept, as it may hold caches. One
-that was replaced by a new one is kept as long, for callers that have just been given it.
+"""How long, in seconds, the unused connection to a server that is not listed is kept, as it may hold caches. One that
+was replaced by a new one is kept as long, for callers that have just been given it.
 """
 
 
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "rests_until", "room", "used")
+    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "heard", "rests_until", "room", "used")
 
     def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
         """`told` is called when there may be other servers now."""
@@ -37,6 +37,8 @@ class Replica:
         self._failures = 0
         self._failed_at = 0.0
         self._leaves_until = 0.0
+        self.heard = 0.0
+        """When a call on it last ended, in seconds of `time.monotonic`, as far as was noted."""
         self.rests_until = 0.0
         """Until when other servers are preferred, in seconds of `time.monotonic`."""
         self.room: Final = Room()
@@ -48,7 +50,7 @@ class Replica:
 
     def failed(self, now: float) -> None:
         """Notes that the server is unreachable, or takes no calls."""
-        self._failed_at = now
+        self._failed_at = self.heard = now
         if now < self.rests_until:  # all calls that were in flight report the same failure
             return
         self.rests_until = now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(self._failures, 30))
@@ -66,6 +68,7 @@ class Replica:
         its last failure, it is there again and rests no longer; otherwise, while it rests, this is a reply that was
         still on its way.
         """
+        self.heard = now
         if self._failures and (begin > self._failed_at or now >= self.rests_until):
             self._failures = 0
             self.rests_until = self._leaves_until
@@ -128,16 +131,7 @@ class Replicas(Generic[C]):
             gone = [connection for connection in before if connection.replica.address not in wanted]
             for connection in gone:
                 self._last_used[connection.replica.address] = now
-            forgotten = [
-                connection
-                for address, connection in self._connections.items()
-                if address not in wanted
-                and not connection.in_flight
-                and now - self._last_used.get(address, now) > FORGET_AFTER
-            ]
-            for connection in forgotten:
-                del self._connections[connection.replica.address]
-                self._last_used.pop(connection.replica.address, None)
+            forgotten = self._forget(now)
         for connection in gone:
             connection.leave()
         for connection in forgotten:
@@ -154,17 +148,39 @@ class Replicas(Generic[C]):
         for connection in replaced:
             connection.leave()
 
+    @property
+    def lingering(self) -> bool:
+        """Whether there are connections that were replaced, or that only calls on caches use: `retire` closes them."""
+        return bool(self._replaced) or len(self._connections) > len(self._rotation)
+
     def retire(self, now: float) -> bool:
-        """Closes replaced connections that no caller can still hold. Returns whether any are left."""
+        """Closes lingering connections that no caller can still hold. Returns whether any are left."""
         with self._lock:
-            idle = [
-                (since, each) for since, each in self._replaced if now - since >= FORGET_AFTER and not each.in_flight
-            ]
-            self._replaced = [each for each in self._replaced if each not in idle]
-            left = bool(self._replaced)
-        for _, connection in idle:
+            forgotten = self._forget(now)
+            left = self.lingering
+        for connection in forgotten:
             self._dispose(connection)
         return left
+
+    def _forget(self, now: float) -> list[C]:
+        """Takes out the lingering connections that have not been used for long; they are to be closed. The lock must be
+        held.
+        """
+        listed = set(self.addresses)
+        unlisted = [
+            (max(self._last_used.get(address, now), connection.replica.heard), connection)
+            for address, connection in self._connections.items()
+            if address not in listed
+        ]
+        forgotten = [
+            connection
+            for since, connection in (*self._replaced, *unlisted)
+            if now - since >= FORGET_AFTER and not connection.in_flight
+        ]
+        self._replaced = [(since, each) for since, each in self._replaced if each not in forgotten]
+        self._connections = {address: each for address, each in self._connections.items() if each not in forgotten}
+        self._last_used = {address: at for address, at in self._last_used.items() if address in self._connections}
+        return forgotten
 
     def choose(self, now: float, avoid: str | None = None) -> C:
         """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or it

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from math import inf
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._process import Process
@@ -109,7 +111,10 @@ class Servers(Generic[C]):
         if home is not None:
             if self._closed:
                 raise ClientClosedError
-            return self._replicas.at(home, time.monotonic())
+            connection = self._replicas.at(home, time.monotonic())
+            if self._retiring is None and self._replicas.lingering:
+                self._retire_later()
+            return connection
         if (only := self._replicas.only) is not None:
             return only
         self.find(timeout)
@@ -229,16 +234,19 @@ class Servers(Generic[C]):
         self._run(lambda: self.take(addresses))
 
     def _retire_later(self) -> None:
-        """Schedules the closing of connections that have been replaced."""
+        """Schedules the closing of connections that linger. If there is no thread for it, a later call does."""
         with self._lock:
             if self._closed or self._retiring is not None:
                 return
-            self._retiring = threading.Timer(replicas.FORGET_AFTER, self._run, (self._retire,))
-            self._retiring.daemon = True
-            self._retiring.start()
+            timer = threading.Timer(replicas.FORGET_AFTER, _retire_there, (weakref.ref(self),))
+            timer.daemon = True
+            with suppress(RuntimeError):
+                timer.start()
+                self._retiring = timer
 
     def _retire(self) -> None:
-        self._retiring = None
+        with self._lock:
+            self._retiring = None
         if self._replicas.retire(time.monotonic()):
             self._retire_later()
 
@@ -254,3 +262,9 @@ class Servers(Generic[C]):
             if self._retiring is not None:
                 self._retiring.cancel()
             return self._replicas.all()
+
+
+def _retire_there(servers: weakref.ref[Servers[Any]]) -> None:
+    """Closes what lingers, where connections may be closed; in a timer, which keeps no client alive."""
+    if (alive := servers()) is not None:
+        alive._run(alive._retire)

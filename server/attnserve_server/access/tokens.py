@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from attnserve_server.access.callers import MAX_NAME, Role
+from attnserve_server.host import standard_output
 
 PREFIX: Final = "attnserve_"
 """What tokens begin with, so that secret scanners recognise them."""
@@ -67,9 +68,8 @@ def main(argv: Sequence[str]) -> int:
     entry = f'\n[[tokens]]\nname = "{arguments.name}"\nroles = [{roles}]\nhash = "{format_hash(digest(token))}"'
     try:
         print(entry, flush=True)
-    except OSError as error:  # a full disk: without its entry, the token is of no use
-        print(f"attnserve-server: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
+    except OSError as error:  # without its entry, the token is of no use
+        print(f"attnserve-server: {standard_output.give_up(error)}", file=sys.stderr)
         if arguments.out is not None:
             os.unlink(arguments.out)
         return 1

@@ -243,7 +243,7 @@ def describe(host: Host, cache: Cache) -> pb.Cache:
         shared_bytes=cache.shared_bytes,
         address=host.address,
     )
-    if cache.ttl is not None and cache.expires is not None:
+    if cache.ttl is not None:
         message.ttl.FromNanoseconds(round(cache.ttl * 1e9))
         message.remaining.FromNanoseconds(round(max(0.0, cache.expires - now) * 1e9))
     return message

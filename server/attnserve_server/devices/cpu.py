@@ -7,8 +7,6 @@ threads would. The native kernel computes what it can, the kernels on torch tens
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +32,7 @@ from attnserve_server.devices.compute import (
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
+from attnserve_server.host import cpus
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
@@ -78,7 +77,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
-        self.description = _processor()
+        self.description = cpus.model()
         self.native = native
         self.instructions = "" if native is None else native.instructions
         self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
@@ -358,14 +357,3 @@ def _combine(parts: list[AttentionResult], axis: int) -> AttentionResult:
         else None,
         parts[0].kernel,
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return platform.machine() or os.name

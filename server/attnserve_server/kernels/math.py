@@ -17,12 +17,11 @@ import torch
 
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore
+from attnserve_server.requests.factors import MAX_FACTOR
 
 NAME = "math"
 BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The scores (or hidden units of the additive score) that one block of queries may have in all its heads."""
-MAX_FACTOR = 1e20
-"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary."""
 LARGE = 1e37
 """Scores up to this are certain not to overflow in float32, exponent and all."""
 

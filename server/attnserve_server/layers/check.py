@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from attnserve_server.host import standard_output
 from attnserve_server.layers.definitions import Examination, examine
 from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.outline import outline
@@ -30,23 +30,18 @@ def main(argv: Sequence[str]) -> int:
         examination = examine(definitions, arguments.model_directory or definitions.parent)
     except LayerError as error:
         examination = Examination((), error.defects)
+    status = 1 if examination.defects else 0
+    lines = [json.dumps(_as_json(examination), indent=2)] if arguments.json else _as_text(examination)
     try:
-        _print(examination, as_json=arguments.json)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails at exit
-        return 1
-    return 1 if examination.defects else 0
-
-
-def _print(examination: Examination, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_json(examination), indent=2))
-        return
-    for line in _as_text(examination):
-        print(line)
-    for defect in examination.defects:
-        print(defect, file=sys.stderr)
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        why, status = standard_output.give_up(error), 1
+        if not isinstance(error, BrokenPipeError):  # where the reader has enough, as `head` does
+            print(f"attnserve-server: {why}", file=sys.stderr)
+    if not arguments.json:
+        for defect in examination.defects:
+            print(defect, file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -157,10 +157,13 @@ def _config_options(
             raise
         return {}
     options, objections = options_of(config, preset.family, definition.number)
-    for objection in objections:
-        option = objection.option
-        if not option or (belongs(option, definition.kind) and option not in definition.options):
-            report.add(path, objection.field, objection.expected, objection.found)
+    matter = dict.fromkeys(
+        (objection.field, objection.expected, objection.found)  # once, if several options depend on the field
+        for objection in objections
+        if not (option := objection.option) or (belongs(option, definition.kind) and option not in definition.options)
+    )
+    for each in matter:
+        report.add(path, *each)
     return {option: value for option, value in options.items() if belongs(option, definition.kind)}
 
 

@@ -68,6 +68,16 @@ class _Reader:
             words = "a positive whole number" if whole else "a positive number"
             self.wrong(field, words, value, option)
 
+    def whole(self, field: str, default: int, option: str, *, least: int = 1) -> int | None:
+        """A whole number on which an option depends: the default if it is absent or null, None if it is no such."""
+        value = self.config.get(field)
+        if value is None:
+            return default
+        if _is_whole(value) and value >= least:
+            return value
+        self.wrong(field, "a positive whole number" if least else "a whole number of at least 0", value, option)
+        return None
+
     def activation(self, field: str) -> None:
         value = self.config.get(field)
         if value is None:
@@ -159,9 +169,11 @@ def _window(reader: _Reader, number: int | None) -> None:
         if here != ["sliding_attention"] * len(here):
             return
     elif config.get("model_type") == "qwen2":
-        # Without layer_types, the blocks below max_window_layers have no window.
-        first = config.get("max_window_layers", 0)
-        blocks = config.get("num_hidden_layers", 0)
+        # Without layer_types, the blocks below max_window_layers have no window. Defaults are those of transformers.
+        first = reader.whole("max_window_layers", 28, "window", least=0)
+        blocks = reader.whole("num_hidden_layers", 32, "window")
+        if first is None or blocks is None:
+            return
         if number is None and 0 < first < blocks:
             reader.wrong("max_window_layers", f"0 or {blocks} (a transformer's blocks are equal)", first, "window")
             return

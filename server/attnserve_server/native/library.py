@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from attnserve_server.native import sources
+from attnserve_server.requests.factors import MAX_FACTOR
 
 PATH: Final = Path(__file__).with_name("attention.so")
 """Where the package build puts the library."""
@@ -31,10 +32,6 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 
 MAX_WIDTH: Final = 1024
 """The widest head: a block of keys and one of values should stay in a cache near the processor."""
-MAX_FACTOR: Final = 1e20
-"""With a scale or softcap above this, scores may leave the range of float32 although queries and keys are ordinary; as
-in `kernels.math`, which needs torch.
-"""
 
 Addresses: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 """Of query, key, value, output, lse, mask, bias, ALiBi slopes and sinks; 0 is none. Bias, slopes and sinks are float32,

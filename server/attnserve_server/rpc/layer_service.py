@@ -78,9 +78,9 @@ class LayerService:
             raise InvalidRequest("definitions", "layers that can be loaded", _summary(error)) from None
         except RequestError:
             raise
-        except Exception:  # most likely out of memory
+        except Exception:  # of the server's own: the log says what
             logger.exception("layers were not loaded", extra={"definitions": file})
-            raise ComputationFailed("the layers could not be brought to the device") from None
+            raise ComputationFailed("the layers could not be loaded") from None
         logger.info("loaded %s", ", ".join(each.name for each in loaded))
         return pb.LayerServiceLoadResponse(layers=map(_message, loaded))
 

@@ -106,9 +106,10 @@ class Engine:
     def take(self, entry: Entry) -> None:
         """As `submit`, for requests that arrive together: none runs before `hurry` is called."""
         self.check_open()
-        if entry.deadline < inf:
-            self._deadlines.check(entry, self.worker.free_at)
+        is_trial = entry.deadline < inf and self._deadlines.check(entry, self.worker.free_at)
         self._pending.enter(entry)
+        if is_trial:  # only now: what is refused is never computed
+            self._deadlines.begin_trial(entry)
         self._idle.clear()
 
     def hurry(self) -> None:

@@ -31,7 +31,12 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 
     Raises UsageError, and its subclass ConfigError; `--help` and `--version` print and raise SystemExit.
     """
-    flags = vars(_parser().parse_args(list(argv)))
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        meant = "".join(f"; {each} is no flag: {right} is" for each, right in misspelled_flags(unknown))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    flags = vars(parsed)
     values: dict[str, Any] = {}
     given: dict[str, Source] = {}
     for item in settings():
@@ -88,6 +93,15 @@ def misspelled(environment: Iterable[str]) -> Iterator[tuple[str, str]]:
             continue
         for meant in difflib.get_close_matches(rest, known, n=1, cutoff=_CLOSE):
             yield name, ENVIRONMENT_PREFIX + meant
+
+
+def misspelled_flags(arguments: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Arguments that look like misspelled flags, each without its value and with the right flag."""
+    known = [item.name for item in settings()]
+    for wrong in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
+        name = wrong.lstrip("-").replace("-", "_").lower()
+        for meant in difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
+            yield wrong, flag(meant)
 
 
 class _Parser(argparse.ArgumentParser):

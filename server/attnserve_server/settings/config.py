@@ -124,7 +124,7 @@ class Config:
         "some 10 s, and as many as max_flops on CUDA.",
     )
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
-    max_elements: int = _setting(kinds.flops(), 2**31 - 1, "The most elements of a tensor.")
+    max_elements: int = _setting(kinds.count(), 2**31 - 1, "The most elements of a tensor.")
     max_sequences: int = _setting(
         kinds.count(1, 2**31 - 1),
         2**14,
