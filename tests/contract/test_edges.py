@@ -311,8 +311,10 @@ def test_a_softcap_beyond_float32_spoils_no_scores(client: Client, dtype: str) -
 
 def test_requests_that_are_too_large_for_any_server_are_refused(client: Client) -> None:
     wide = np.zeros((2, 0, 60_000_000), np.float32)
-    with pytest.raises(InvalidRequestError, match="a reply of at most"):
+    with pytest.raises(InvalidRequestError, match="a reply of at most") as refused:
         client.attend(np.zeros((2, 4, 1), np.float32), np.zeros((2, 0, 1), np.float32), wide)
+    assert refused.value.limit == "max_message_bytes"
+    assert f"at most {client.server_info().limits.max_message_bytes} bytes (max_message_bytes)" in str(refused.value)
     lengths = np.zeros(20_000, np.int64)
     none = np.zeros((0, 1, 1), np.float32)
     with pytest.raises(InvalidRequestError, match="sequences"):

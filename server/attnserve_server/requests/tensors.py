@@ -65,7 +65,7 @@ def check_rank(field: str, shape: Sequence[int], most: int = MAX_RANK) -> None:
     a message takes minutes.
     """
     if len(shape) > most:
-        raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED)
+        raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED, limit="max_rank")
 
 
 def float_tensor(message: Message, path: str) -> TensorSpec:
