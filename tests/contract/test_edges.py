@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_broken_requests_name_the_field(
         assert caught.value.field.startswith(field)
         assert "expected" in str(caught.value)
         accuracy.check(case, case.attend(client))
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_a_shape_that_does_not_fit_is_compared_with_the_axes_that_the_caller_has(client: Client, axes: int) -> None:
+    rows = np.zeros((1, 2, 4, 8)[4 - axes :], np.float32)
+    fits, wrong = list((1, 2, 4, 4)[4 - axes :]), np.ones((4, 5), bool)
+    told = f"mask.shape: expected a shape that broadcasts to {fits}, found shape [4, 5]"
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(told)}"):
+        client.attend(rows, rows, rows, mask=wrong)
+    if axes > 2:
+        with client.create_cache(2, 8) as cache, pytest.raises(InvalidRequestError, match=f"^{re.escape(told)}"):
+            cache.attend(rows, rows, rows, mask=wrong)
 
 
 PACKED_BROKEN = [
