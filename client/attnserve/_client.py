@@ -101,8 +101,9 @@ class Client:
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
         of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors on any device; the result is of
         the query's kind, on its device. Do not change them while the call is in flight. The service computes no
-        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``). Lists are taken
-        for NumPy arrays, Python's own numbers in them for float32 where floating ones are expected.
+        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``). Lists, and
+        arrays that other libraries show by DLPack, are taken for NumPy arrays, Python's own numbers in lists for
+        float32 where floating ones are expected.
 
         - `query`: ``[B, Hq, Lq, D]``, or ``[Hq, Lq, D]``, or ``[Lq, D]``; float32, float16, bfloat16 or float64.
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple

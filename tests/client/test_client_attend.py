@@ -194,7 +194,14 @@ def test_the_typed_options_are_the_arguments() -> None:
         ("attend", {"default_timeout": 1.0}, "'default_timeout'"),
         ("submit", {"resident": True}, "'resident'"),
         ("apply", {"is_causal": True}, "'is_causal'; 'causal' is one"),
-        ("submit_apply", {"dropout": 0.1}, "'dropout'$"),
+        ("submit_apply", {"dropout": 0.1}, "'dropout'; there is no dropout here$"),
+        ("attend", {"return_weights": True}, r"'return_weights'; return_scores='weights' returns them$"),
+        ("attend", {"attention_mask": None}, "'attention_mask'; 'mask' is one, true where a query attends"),
+        ("submit", {"dropout_p": 0.0}, "'dropout_p'; there is no dropout here$"),
+        ("attend", {"enable_gqa": True}, "'enable_gqa'; heads are grouped by their numbers alone$"),
+        ("attend", {"scaling": 1.0}, "'scaling'; 'scale' is one$"),
+        ("apply", {"scaling": 1.0}, "'scaling'; the layer defines its scale$"),
+        ("submit_apply", {"unknown_to_all": 1}, "'unknown_to_all'$"),
     ],
 )
 async def test_an_option_that_there_is_not_is_said_to_be_none_of_the_methods(
