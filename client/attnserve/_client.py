@@ -125,7 +125,8 @@ class Client:
         - `query_lengths`: ``[B]``, only if packed: the number of queries of each sequence.
         - `scale`: the factor on the scores. Default ``1 / sqrt(D)`` for the dot product and 1 for other scores.
         - `softcap`: c in ``c * tanh(score / c)``, applied before bias and masks. Default none.
-        - `score`: ``"dot"``, a `GeneralScore` or an `AdditiveScore`.
+        - `score`: ``"dot"``, a `GeneralScore` or an `AdditiveScore`, learned ones: ``help(attnserve.AdditiveScore)``
+          has the formula and the shapes of its parameters.
         - `layout`: ``"heads_first"`` as above; ``"length_first"``: ``[B, L, H, D]``; ``"packed"``: ``[total, H, D]``,
           with the sequences end to end.
         - `return_lse`: whether to return the log-sum-exp of each row. Default False.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import ml_dtypes
@@ -176,6 +179,26 @@ def test_the_timeout_of_a_call_wins_over_the_clients() -> None:
         return encode_attend(QUERY, QUERY, QUERY, default_timeout=60.0, **options).timeout
 
     assert (timeout(), timeout(timeout=1), timeout(timeout=None), timeout(timeout=0)) == (60.0, 1.0, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "formula", "shapes"),
+    [
+        (GeneralScore, "scale * q W k", {"weight": "[D, Dk]"}),
+        (
+            AdditiveScore,
+            "scale * w tanh(Wq q + Wk k + b)",
+            {"query_weight": "[U, D]", "key_weight": "[U, Dk]", "bias": "[U]", "output_weight": "[U]"},
+        ),
+    ],
+)
+def test_help_says_what_a_learned_score_takes(score: type, formula: str, shapes: dict[str, str]) -> None:
+    text = pydoc.render_doc(score, renderer=pydoc.plaintext)
+    assert formula in text
+    assert list(shapes) == [field.name for field in fields(score)]
+    for name, shape in shapes.items():
+        assert re.search(rf"- `{name}`: \w+, ``{re.escape(shape)}``, floating", text)
+    assert score.__name__ in pydoc.render_doc(Client.attend, renderer=pydoc.plaintext)
 
 
 def test_the_typed_options_are_the_arguments() -> None:
