@@ -1,4 +1,5 @@
-"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md, and as a plot.
+"""`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md and the README,
+and as a plot.
 
 The documents are written by hand but for what stands between their markers, which is written anew.
 """
@@ -15,7 +16,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import table
+from benchmarks import speeds, table
 from benchmarks.__main__ import DEFAULT_JSON
 from benchmarks.goals import TRANSPORT, goals
 from benchmarks.measure import IN_PROCESS, SERVICE
@@ -174,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="what the benchmark wrote")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
-    parser.add_argument("--readme", type=Path, default=README, help="where the plot is shown, between markers too")
+    parser.add_argument("--readme", type=Path, default=README, help="where speeds and the plot go, between markers too")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
     parser.add_argument(
         "--elsewhere", metavar="NAME", help="it was another machine, of this name in the document: in brief, no plot"
@@ -189,8 +190,8 @@ def main() -> None:
     plot(result, options.plot)
     text = f"{image(options.document, options.plot)}\n\n{report(result)}"
     options.document.write_text(with_report(options.document.read_text("utf-8"), text), "utf-8")
-    shown = image(options.readme, options.plot)
-    readme = with_report(options.readme.read_text("utf-8"), shown, BEGIN_PLOT, END_PLOT)
+    readme = with_report(options.readme.read_text("utf-8"), speeds.speeds(result), speeds.BEGIN, speeds.END)
+    readme = with_report(readme, image(options.readme, options.plot), BEGIN_PLOT, END_PLOT)
     options.readme.write_text(readme, "utf-8")
 
 

@@ -26,6 +26,7 @@ from attnserve import (
     AsyncCache,
     AsyncClient,
     AttnServeError,
+    DeadlineExceededError,
     FailedPreconditionError,
     NotFoundError,
     OverloadedError,
@@ -182,6 +183,11 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     print(f"rankings         {len(times)} of {options.candidates} candidates, {len(times) / seconds:.0f} a second")
     print(f"                 p50 {median:.1f} ms, p99 {slow:.1f} ms; the first of each user also sends the history")
     print(f"by popularity    {failures}")
+    if late := sum(ranking.failures[kind.__name__] for kind in (TimeoutError, DeadlineExceededError)):
+        print(
+            f"too late         {late} of {len(times)} rankings were given up after {options.timeout:g} s: more is asked"
+        )
+        print("                 than the service computes in that time; try fewer --users, or a longer --timeout")
     print(f"in the service   {resident} histories")
     print(f"versus NumPy     largest difference of a score {max(differences):.1e}")
     return bool(max(differences) < 1e-4)

@@ -103,8 +103,9 @@ class Client:
         B is the batch, Hq and Hk the query and key/value heads, Lq and S the query and key length, D the head dimension
         of queries and keys, Dv that of values. Arrays are NumPy arrays or torch tensors on any device; the result is of
         the query's kind, on its device. Do not change them while the call is in flight. The service computes no
-        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``). Lists are taken
-        for NumPy arrays, Python's own numbers in them for float32 where floating ones are expected.
+        gradients: tensors that require them are refused, unless torch records none (``torch.no_grad``). Lists, and
+        arrays that other libraries show by DLPack, are taken for NumPy arrays, Python's own numbers in lists for
+        float32 where floating ones are expected.
 
         - `query`: ``[B, Hq, Lq, D]``, or ``[Hq, Lq, D]``, or ``[Lq, D]``; float32, float16, bfloat16 or float64.
         - `key`, `value`: ``[B, Hk, S, D]`` and ``[B, Hk, S, Dv]``, of the query's rank and dtype. Hq must be a multiple
@@ -126,7 +127,8 @@ class Client:
         - `query_lengths`: ``[B]``, only if packed: the number of queries of each sequence.
         - `scale`: the factor on the scores. Default ``1 / sqrt(D)`` for the dot product and 1 for other scores.
         - `softcap`: c in ``c * tanh(score / c)``, applied before bias and masks. Default none.
-        - `score`: ``"dot"``, a `GeneralScore` or an `AdditiveScore`.
+        - `score`: ``"dot"``, a `GeneralScore` or an `AdditiveScore`, learned ones: ``help(attnserve.AdditiveScore)``
+          has the formula and the shapes of its parameters.
         - `layout`: ``"heads_first"`` as above; ``"length_first"``: ``[B, L, H, D]``; ``"packed"``: ``[total, H, D]``,
           with the sequences end to end.
         - `return_lse`: whether to return the log-sum-exp of each row. Default False.

@@ -1,7 +1,8 @@
 """What can go wrong, as one tree, to be caught by meaning.
 
     AttnServeError
-    ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where
+    ├── InvalidRequestError      (ValueError)       the request breaks the contract; `field` says where, `limit` whether
+    │                                               it is larger than the server takes
     ├── NotFoundError            (LookupError)      no layer, no cache, or no file has that name
     ├── FailedPreconditionError                     the server is not in a state to do that
     ├── PermissionDeniedError    (PermissionError)  the server does not do that for this caller
@@ -73,12 +74,17 @@ class InvalidRequestError(AttnServeError, ValueError):
         message: str,
         *,
         field: str | None = None,
+        limit: str | None = None,
         code: grpc.StatusCode | None = None,
         details: tuple[Message, ...] = (),
     ) -> None:
         super().__init__(message, code=code, details=details)
         self.field: Final = field
         """The field that is wrong, such as ``key`` or ``window.left``; None if it is not one field."""
+        self.limit: Final = limit or self._text("limit") or None
+        """The limit of the server that the request exceeds, such as ``max_request_flops``: `ServerInfo.limits` or
+        `ServerInfo.settings` says how much that is. None if it exceeds none, or the server does not say which.
+        """
 
 
 class NotFoundError(AttnServeError, LookupError):
@@ -248,7 +254,10 @@ def _error(status: Status) -> AttnServeError:
     error_class = _CLASSES.get(code, ServerError)
     if error_class is OverloadedError and not status.details:
         # A service that is full says when to come back. gRPC itself has one reason: a message is longer than allowed.
-        return InvalidRequestError(f"a message is longer than the server takes: {message}", code=code)
+        limit = "max_message_bytes"
+        return InvalidRequestError(
+            f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
+        )
     if error_class is InvalidRequestError:
         return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
     return error_class(message, code=code, details=tuple(details))

@@ -42,7 +42,9 @@ DOMAIN = "attnserve"
 """The domain of every ErrorInfo."""
 
 LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
-"""The reason if something is larger than the server accepts from anybody; the message gives the limit."""
+"""The reason if something is larger than the server accepts from anybody; the message and the metadata give the limit,
+by the name that it has in `Limits` or among the settings.
+"""
 
 MAX_SHOWN = 1000
 """The longest part of a message that says what was found, in characters: a unary call's status travels in trailers,
@@ -103,13 +105,19 @@ def _status(code: grpc.StatusCode, message: str, details: Iterable[Message]) -> 
 
 
 class InvalidRequest(RequestError):
-    """A request that breaks the contract: which field, what was expected there and what was found."""
+    """A request that breaks the contract: which field, what was expected there and what was found; if it is larger than
+    a limit of the server, the limit's name.
+    """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, expected: str, found: object, reason: str = "INVALID_FIELD") -> None:
-        self.description = shortened(f"expected {expected}, found {found}")
-        super().__init__(f"{field}: {self.description}" if field else self.description, reason, field=field)
+    def __init__(
+        self, field: str, expected: str, found: object, reason: str = "INVALID_FIELD", *, limit: str = ""
+    ) -> None:
+        named = f"{expected} ({limit})" if limit else expected
+        self.description = shortened(f"expected {named}, found {found}")
+        metadata = {"field": field, "limit": limit} if limit else {"field": field}
+        super().__init__(f"{field}: {self.description}" if field else self.description, reason, **metadata)
         self.field = field
 
     def details(self) -> list[Message]:

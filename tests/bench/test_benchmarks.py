@@ -21,7 +21,7 @@ from conftest import Server
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.settings.config import Config
-from benchmarks import table
+from benchmarks import speeds, table
 from benchmarks.__main__ import options
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
@@ -148,14 +148,17 @@ def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Pat
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     picture, readme = tmp_path / "docs" / "performance.png", tmp_path / "README.md"
     picture.parent.mkdir()
-    readme.write_text(f"{BEGIN_PLOT}{END_PLOT}\n")
+    readme.write_text(f"{speeds.BEGIN}{speeds.END}\n{BEGIN_PLOT}{END_PLOT}\n")
     command = [sys.executable, "-m", "benchmarks.report", "--json", str(run.file)]
     command += ["--document", str(document), "--readme", str(readme), "--plot", str(picture)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=110)
     written = document.read_text()
     text = f"{image(document, picture)}\n\n{report(Result.read(run.file))}"
     assert "(docs/performance.png)" in text
-    assert readme.read_text() == f"{BEGIN_PLOT}\n{image(readme, picture)}\n{END_PLOT}\n"
+    found = speeds.speeds(Result.read(run.file))
+    assert f"| {speeds.ROWS['S1']} |" in found
+    shown = f"{BEGIN_PLOT}\n{image(readme, picture)}\n{END_PLOT}"
+    assert readme.read_text() == f"{speeds.BEGIN}\n{found}\n{speeds.END}\n{shown}\n"
     assert written == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
     assert with_report(written, text) == written
     assert max(map(len, written.splitlines())) <= table.WIDTH

@@ -76,7 +76,9 @@ def test_what_the_whole_pool_could_not_hold_is_an_error_of_its_field(small: Serv
             with pytest.raises(InvalidRequestError) as caught:
                 ask()
             assert (caught.value.field, caught.value.reason) == ("key", "LIMIT_EXCEEDED")
-            expected = "key: expected at most 65536 bytes to append, the whole pool of the caches, found 69632, "
+            expected = (
+                "key: expected at most 65536 bytes to append, the whole pool of the caches (cache_bytes), found 69632, "
+            )
             assert str(caught.value).startswith(f"{expected}in whole pages, for 513 tokens")
         assert cache.append(key[:, :-1], value[:, :-1]) == PAGES * PAGE_TOKENS
 

@@ -336,7 +336,7 @@ def test_leases_that_are_over_are_forgotten() -> None:
 def test_caches_of_too_many_layers() -> None:
     limited = CacheStore(4 * PAGE_BYTES, PAGE_BYTES, 10, max_layers=3)
     limited.create(CacheShape(1, 8, 8, 3, "float32"), None, 0.0)
-    with pytest.raises(InvalidRequest, match="at most 3, found 4") as error:
+    with pytest.raises(InvalidRequest, match=r"at most 3 \(max_cache_layers\), found 4") as error:
         limited.create(CacheShape(1, 8, 8, 4, "float32"), None, 0.0)
     assert (error.value.field, error.value.reason) == ("layers", "LIMIT_EXCEEDED")
     assert len(limited) == 1

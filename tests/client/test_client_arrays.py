@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 from typing import Any
 
 import ml_dtypes
@@ -222,6 +223,91 @@ def test_torch_tensors_that_cannot_travel_are_refused(tensor: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         arrays.floating("query", tensor)
     assert caught.value.field == "query"
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: torch.ones(2).to(torch.float8_e4m3fn),
+            "found torch.float8_e4m3fn; float32, float16, bfloat16, float64,",
+        ),
+        (lambda: torch.ones(2, device="meta"), "found a tensor on the device meta, which has no elements"),
+        (lambda: torch.ones(2).to_sparse(), "found a tensor of layout torch.sparse_coo; dense ones"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "found a nested tensor; dense ones",
+        ),
+    ],
+)
+@pytest.mark.parametrize("read", [arrays.floating, arrays.floating_or_ids, arrays.boolean, arrays.integers])
+def test_what_cannot_be_sent_of_torch_is_told_by_dtype_and_layout(read: Any, make: Any, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^query: expected an array or a tensor, {told}"):
+        read("query", make())
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (2**70, "found 1180591620717411303424, which exceeds 64 bits"),
+        ([1, -(2**70)], "found -1180591620717411303424, which exceeds 64 bits"),
+        ([10**5000], "found an integer, which exceeds 64 bits"),
+        ("text", "found text"),
+        ([1, None], "found Python objects: NoneType, int"),
+    ],
+)
+@pytest.mark.parametrize("read", [arrays.floating, arrays.floating_or_ids, arrays.boolean, arrays.integers])
+def test_what_there_is_instead_of_numbers_is_told(read: Any, value: Any, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^query_offset: expected .*, {told}"):
+        read("query_offset", value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: (n for n in range(3)), "generator"),
+        (lambda: {1, 2}, "set"),
+        (lambda: {1: 2}, "dict"),
+        (lambda: st.integers, "function"),
+        (object, "object"),
+        (lambda: decimal.Decimal(1), "decimal.Decimal"),
+    ],
+)
+@pytest.mark.parametrize("read", [arrays.floating, arrays.floating_or_ids, arrays.boolean, arrays.integers])
+def test_what_is_no_array_is_told_by_its_type(read: Any, make: Any, kind: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^query: expected an array or a tensor, found {kind}$"):
+        read("query", make())
+
+
+class Elsewhere:
+    """An array of a library that shows its arrays by DLPack alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_arrays_of_other_libraries_come_by_dlpack(dtype: Any) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    for each in (array, array.T):
+        sent = arrays.floating("query", Elsewhere(each))
+        assert sent.dtype == _dtypes.WIRE[np.dtype(dtype)]
+        np.testing.assert_array_equal(elements(sent), each)
+    data = np.frombuffer(arrays.floating("query", Elsewhere(array)).data, np.uint8)
+    assert np.shares_memory(data, array.view(np.uint8))
+    assert arrays.integers("kv_lengths", Elsewhere(np.array([3, 4]))) == arrays.integers("kv_lengths", [3, 4])
+
+
+def test_what_numpy_cannot_have_by_dlpack_is_refused() -> None:
+    for each in (Elsewhere(torch.ones(2).bfloat16()), Elsewhere(None)):
+        with pytest.raises(InvalidRequestError, match=r"query: expected an array or a tensor, found .*Elsewhere: "):
+            arrays.floating("query", each)
 
 
 @given(st.integers(0, 7), st.sampled_from([(), (5,), (2, 3), (0, 4)]), st.sampled_from(FLOATS))

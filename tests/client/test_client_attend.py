@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import ml_dtypes
@@ -178,6 +181,26 @@ def test_the_timeout_of_a_call_wins_over_the_clients() -> None:
     assert (timeout(), timeout(timeout=1), timeout(timeout=None), timeout(timeout=0)) == (60.0, 1.0, None, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("score", "formula", "shapes"),
+    [
+        (GeneralScore, "scale * q W k", {"weight": "[D, Dk]"}),
+        (
+            AdditiveScore,
+            "scale * w tanh(Wq q + Wk k + b)",
+            {"query_weight": "[U, D]", "key_weight": "[U, Dk]", "bias": "[U]", "output_weight": "[U]"},
+        ),
+    ],
+)
+def test_help_says_what_a_learned_score_takes(score: type, formula: str, shapes: dict[str, str]) -> None:
+    text = pydoc.render_doc(score, renderer=pydoc.plaintext)
+    assert formula in text
+    assert list(shapes) == [field.name for field in fields(score)]
+    for name, shape in shapes.items():
+        assert re.search(rf"- `{name}`: \w+, ``{re.escape(shape)}``, floating", text)
+    assert score.__name__ in pydoc.render_doc(Client.attend, renderer=pydoc.plaintext)
+
+
 def test_the_typed_options_are_the_arguments() -> None:
     arguments = set(encode_attend.__kwdefaults__) - {"default_timeout"}
     assert set(get_type_hints(AttendOptions)) == arguments
@@ -194,7 +217,14 @@ def test_the_typed_options_are_the_arguments() -> None:
         ("attend", {"default_timeout": 1.0}, "'default_timeout'"),
         ("submit", {"resident": True}, "'resident'"),
         ("apply", {"is_causal": True}, "'is_causal'; 'causal' is one"),
-        ("submit_apply", {"dropout": 0.1}, "'dropout'$"),
+        ("submit_apply", {"dropout": 0.1}, "'dropout'; there is no dropout here$"),
+        ("attend", {"return_weights": True}, r"'return_weights'; return_scores='weights' returns them$"),
+        ("attend", {"attention_mask": None}, "'attention_mask'; 'mask' is one, true where a query attends"),
+        ("submit", {"dropout_p": 0.0}, "'dropout_p'; there is no dropout here$"),
+        ("attend", {"enable_gqa": True}, "'enable_gqa'; heads are grouped by their numbers alone$"),
+        ("attend", {"scaling": 1.0}, "'scaling'; 'scale' is one$"),
+        ("apply", {"scaling": 1.0}, "'scaling'; the layer defines its scale$"),
+        ("submit_apply", {"unknown_to_all": 1}, "'unknown_to_all'$"),
     ],
 )
 async def test_an_option_that_there_is_not_is_said_to_be_none_of_the_methods(

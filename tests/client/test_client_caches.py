@@ -226,6 +226,12 @@ def test_a_cache_of_another_client(address: str) -> None:
             other.attend(QUERY, QUERY, QUERY, cache_layer=1)
         with pytest.raises(InvalidRequestError, match=r"^caches: expected .* of this client, found 5"):
             other.attend(QUERY, caches=5)  # type: ignore[arg-type]
+        for named in (cache.name, [cache.name]):
+            with pytest.raises(
+                InvalidRequestError, match=r"^caches: .* found a string; open_cache makes a cache"
+            ) as told:
+                other.attend(QUERY, caches=named)  # type: ignore[arg-type]
+            assert cache.name not in str(told.value)
         for nowhere in ("", "127.0.0.1:65536", "\ud800:1"):
             with pytest.raises(InvalidRequestError, match="address: expected"):
                 other.open_cache(cache.name, address=nowhere)

@@ -59,8 +59,15 @@ def test_the_field_of_an_invalid_request() -> None:
     bad.field_violations.add(field="key", description="expected this")
     error = error_from_status(status(grpc.StatusCode.INVALID_ARGUMENT, bad, rpc.ErrorInfo(reason="SHAPE")))
     assert isinstance(error, attnserve.InvalidRequestError)
-    assert (error.field, error.reason) == ("key", "SHAPE")
+    assert (error.field, error.reason, error.limit) == ("key", "SHAPE", None)
     assert error.details == (bad, rpc.ErrorInfo(reason="SHAPE"))
+
+
+def test_the_limit_that_an_invalid_request_exceeds() -> None:
+    info = rpc.ErrorInfo(reason="LIMIT_EXCEEDED", metadata={"field": "", "limit": "max_request_flops"})
+    error = error_from_status(status(grpc.StatusCode.INVALID_ARGUMENT, rpc.BadRequest(), info))
+    assert isinstance(error, attnserve.InvalidRequestError)
+    assert (error.field, error.limit) == (None, "max_request_flops")
 
 
 def test_the_delay_of_an_overload() -> None:
@@ -79,7 +86,8 @@ def test_a_message_that_grpc_refuses_is_too_long() -> None:
     error = error_from_status(Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="larger than max"))
     assert isinstance(error, attnserve.InvalidRequestError)
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in str(error)
+    assert error.limit == "max_message_bytes"
+    assert "(max_message_bytes): larger than max" in str(error)
 
 
 @pytest.mark.parametrize(

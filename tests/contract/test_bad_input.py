@@ -84,6 +84,7 @@ def check(status: status_pb2.Status, case: Case) -> None:
         assert len(status.message) < 1200
     if info.reason == "LIMIT_EXCEEDED":
         assert re.search(r"at most \d+", status.message)
+        assert "limit" not in info.metadata or f"({info.metadata['limit']})" in status.message
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in (STREAM, "LayerService/Load")])

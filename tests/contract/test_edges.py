@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,18 @@ def test_broken_requests_name_the_field(
         accuracy.check(case, case.attend(client))
 
 
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_a_shape_that_does_not_fit_is_compared_with_the_axes_that_the_caller_has(client: Client, axes: int) -> None:
+    rows = np.zeros((1, 2, 4, 8)[4 - axes :], np.float32)
+    fits, wrong = list((1, 2, 4, 4)[4 - axes :]), np.ones((4, 5), bool)
+    told = f"mask.shape: expected a shape that broadcasts to {fits}, found shape [4, 5]"
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(told)}"):
+        client.attend(rows, rows, rows, mask=wrong)
+    if axes > 2:
+        with client.create_cache(2, 8) as cache, pytest.raises(InvalidRequestError, match=f"^{re.escape(told)}"):
+            cache.attend(rows, rows, rows, mask=wrong)
+
+
 PACKED_BROKEN = [
     ("sum of the query lengths", "query_lengths", {"query_lengths": [2, 2], "kv_lengths": [3, 4]}),
     ("sum of the key lengths", "kv_lengths", {"query_lengths": [2, 3], "kv_lengths": [3, 3]}),
@@ -311,8 +324,10 @@ def test_a_softcap_beyond_float32_spoils_no_scores(client: Client, dtype: str) -
 
 def test_requests_that_are_too_large_for_any_server_are_refused(client: Client) -> None:
     wide = np.zeros((2, 0, 60_000_000), np.float32)
-    with pytest.raises(InvalidRequestError, match="a reply of at most"):
+    with pytest.raises(InvalidRequestError, match="a reply of at most") as refused:
         client.attend(np.zeros((2, 4, 1), np.float32), np.zeros((2, 0, 1), np.float32), wide)
+    assert refused.value.limit == "max_message_bytes"
+    assert f"at most {client.server_info().limits.max_message_bytes} bytes (max_message_bytes)" in str(refused.value)
     lengths = np.zeros(20_000, np.int64)
     none = np.zeros((0, 1, 1), np.float32)
     with pytest.raises(InvalidRequestError, match="sequences"):

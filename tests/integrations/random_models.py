@@ -90,6 +90,14 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=64,
     ),
     "bloom": lambda: transformers.BloomConfig(**SIZES, hidden_size=32, n_layer=2, n_head=4),
+    "deberta_v2": lambda: transformers.DebertaV2Config(
+        **SIZES,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    ),
     "bigbird_pegasus": lambda: transformers.BigBirdPegasusConfig(**BART_SIZES, attention_type="original_full"),
 }
 

@@ -85,6 +85,12 @@ def test_models_with_an_attention_of_their_own(recorder: Recorder, name: str, si
     assert len(recorder.calls) == (4 if name == "bigbird_pegasus" else 0)
 
 
+def test_a_model_that_knows_its_own_attentions_alone_is_not_made_for_the_service(recorder: Recorder) -> None:
+    config = transformers.FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(KeyError, match="attnserve"):
+        AutoModel.from_config(config, attn_implementation="attnserve")
+
+
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generation(recorder: Recorder, name: str, side: str) -> None:

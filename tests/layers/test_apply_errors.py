@@ -266,6 +266,20 @@ def test_sequences_without_rows_cost_nothing(channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "axes"),
+    [
+        (SELF, "[2, 4, 5, 5]"),
+        (SELF | {"input": normal(5, 24)}, "[4, 5, 5]"),  # one sequence, without an axis for it
+        (PACKED, "[2, 4, 6, 6]"),
+    ],
+)
+def test_a_mask_is_compared_with_the_axes_that_the_caller_has(channel: grpc.Channel, fields: Fields, axes: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        apply(channel, request(fields | {"mask": np.ones((3, 7), np.bool_)}).SerializeToString())
+    assert str(caught.value) == f"mask.shape: expected a shape that broadcasts to {axes}, found shape [3, 7]"
+
+
+@pytest.mark.parametrize(
     ("fields", "path"),
     [
         (SELF | {"input": normal(0, 24), "lengths": np.zeros(1_000_000, np.int64)}, "lengths.shape"),

@@ -34,6 +34,16 @@ def test_items_are_ranked_for_users_whose_histories_stay_in_the_service(server: 
     lines = dict(line.split(maxsplit=1) for line in done.stdout.replace("versus NumPy", "difference").splitlines())
     assert lines["rankings"].startswith("60 of 50 candidates")
     assert lines["by"].split() == ["popularity", "none"]
+    assert "too" not in lines
+
+
+def test_a_load_that_outruns_its_timeout_is_told_as_such(server: Server) -> None:
+    flags = ("--users", "3", "--requests", "2", "--timeout", "0")
+    command = [sys.executable, str(EXAMPLES / "rank_items.py"), "--address", server.address, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "by popularity    6 TimeoutError\n" in done.stdout
+    assert "too late         6 of 6 rankings were given up after 0 s: more is asked\n" in done.stdout
 
 
 def test_a_service_that_is_not_there_is_told_in_a_line() -> None:

@@ -86,7 +86,7 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
 def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: Path) -> None:
     somebody = f'[[tokens]]\nname = "somebody"\nroles = ["use"]\nhash = "{format_hash(digest(new_token()))}"\n'
     (tmp_path / "callers.toml").write_text(somebody)
-    server = start_server("--device", "cpu", "--max-message-bytes", "16MiB")
+    server = start_server("--device", "cpu", "--max-message-bytes", "16MiB", "--max-request-flops", "1000000")
     closed = start_server("--device", "cpu", "--callers", str(tmp_path / "callers.toml"))
 
     def stock() -> None:
@@ -99,10 +99,11 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
             attention_pb2_grpc.AttentionServiceStub(channel).Attend(request)
 
     with Client(server.address, retries=0) as client:
-        long = np.zeros((1, 100_000, 64), np.float32)
+        long, costly = np.zeros((1, 100_000, 64), np.float32), np.zeros((1, 256, 64), np.float32)
         messages = said(
             [
                 lambda: client.attend(long, long, long),
+                lambda: client.attend(costly, costly, costly),
                 stock,
                 lambda: client.attend(ONE, ONE, ONE, mask=np.zeros((1, 1), np.float32)),
                 attend(closed.address),

@@ -42,10 +42,16 @@ FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
 @pytest.mark.parametrize(
     ("message", "limit", "least", "field", "words"),
     [
-        (ATTEND, "max_rank", 4, "query.shape", "at most 3 axes, found 4 axes"),
-        (messages.random_attend(0, 3, batch=1), "max_elements", 48, "query.shape", "at most 47 elements, found 48"),
-        (packed(7), "max_sequences", 7, "query_lengths.shape", "at most 6 sequences, found 7"),
-        (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs, found {FLOPS} FLOPs"),
+        (ATTEND, "max_rank", 4, "query.shape", "at most 3 axes (max_rank), found 4 axes"),
+        (
+            messages.random_attend(0, 3, batch=1),
+            "max_elements",
+            48,
+            "query.shape",
+            "at most 47 elements (max_elements), found 48",
+        ),
+        (packed(7), "max_sequences", 7, "query_lengths.shape", "at most 6 sequences (max_sequences), found 7"),
+        (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs (max_request_flops), found {FLOPS} FLOPs"),
         (SOFTCAP, "max_request_flops", 8 * FLOPS, "", f"at most {8 * FLOPS - 1} FLOPs"),  # slower kernels cost more
         (ADDITIVE, "max_request_flops", 80 * messages.read(ADDITIVE).flops, "", "FLOPs"),
     ],
@@ -58,6 +64,7 @@ def test_a_limit_is_the_most_that_passes(
         with pytest.raises(InvalidRequest) as caught:
             read(message, **{limit: least - 1})
         assert (caught.value.field, caught.value.reason) == (field, "LIMIT_EXCEEDED")
+        assert caught.value.metadata == {"field": field, "limit": limit}
         assert words in str(caught.value)
     read(message, **{limit: least})
 
@@ -120,11 +127,13 @@ def test_a_servers_own_limits(start_server: Callable[..., Server]) -> None:
             error: Any = calls.detail(status, error_details_pb2.ErrorInfo)
             assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", field), status.message
             assert "at most " in status.message
-        with pytest.raises(InvalidRequestError, match="at most 3, found 4"):
+        with pytest.raises(InvalidRequestError, match=r"at most 3 \(max_cache_layers\), found 4"):
             client.create_cache(1, 8, layers=4)
         with client.create_cache(1, 8) as cache:
             tokens = np.zeros((1, 125, 8), np.float32)
             assert cache.append(tokens, tokens) == 125
-            with pytest.raises(InvalidRequestError, match="at most 1000 elements, found 1008") as refused:
+            with pytest.raises(
+                InvalidRequestError, match=r"at most 1000 elements \(max_elements\), found 1008"
+            ) as refused:
                 cache.append(*[np.zeros((1, 126, 8), np.float32)] * 2)
             assert refused.value.field == "key.shape"

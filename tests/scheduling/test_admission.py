@@ -54,12 +54,17 @@ def test_room_comes_back_in_two_steps() -> None:
     admission.admit(ME, 100, 1000)
 
 
-@pytest.mark.parametrize(("size", "flops"), [(101, 0), (0, 1001)])
-def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int) -> None:
-    admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
+@pytest.mark.parametrize(
+    ("size", "flops", "reply", "limit"),
+    [(101, 0, 0, "max_bytes"), (0, 1001, 0, "max_flops"), (0, 0, 51, "max_message_bytes")],
+)
+def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int, reply: int, limit: str) -> None:
+    admission = Admission(max_requests=1, max_bytes=100, max_flops=1000, max_reply_bytes=50)
     with pytest.raises(InvalidRequest) as caught:
-        admission.admit(ME, size, flops)
+        admission.admit(ME, size, flops, reply)
     assert caught.value.reason == "LIMIT_EXCEEDED"
+    assert caught.value.metadata["limit"] == limit
+    assert f"({limit})" in str(caught.value)
     assert counts(admission) == (0, 0, 0)
 
 

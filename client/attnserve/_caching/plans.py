@@ -295,12 +295,14 @@ def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
     """The caches: at least one, each only once, all of this client and on one server; else InvalidRequestError."""
     if isinstance(caches, CacheState) and caches.turns is turns:
         return (caches,)
-    states = list(caches) if isinstance(caches, Iterable) else [caches]
+    states = list(caches) if isinstance(caches, Iterable) and not isinstance(caches, str) else [caches]
     if not states:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
     for state in states:
         if not isinstance(state, CacheState) or state.turns is not turns:
-            raise InvalidRequestError(f"caches: expected caches of this client, found {state!r}", field="caches")
+            # A cache's name is for whoever may use it, and is not shown.
+            found = "a string; open_cache makes a cache of its name" if isinstance(state, str) else repr(state)
+            raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
     if len({state.home for state in states}) > 1:
         raise InvalidRequestError("caches: expected caches of one server, found several's", field="caches")
     if len({state.name for state in states}) < len(states):

@@ -82,6 +82,30 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
 """The values of `return_scores`."""
 
 
+_MASK: Final = "'mask' is one, true where a query attends a key; what is added to the scores is 'bias'"
+_DROPOUT: Final = "there is no dropout here"
+_WEIGHTS: Final = "return_scores='weights' returns them"
+
+NAMES_ELSEWHERE: Final = {
+    "attention_mask": _MASK,
+    "attn_mask": _MASK,
+    "key_padding_mask": _MASK,
+    "dropout": _DROPOUT,
+    "dropout_p": _DROPOUT,
+    "enable_gqa": "heads are grouped by their numbers alone",
+    "is_causal": "'causal' is one",
+    "need_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "scaling": "'scale' is one",
+    "sliding_window": "'window' is one, (left, right) without the query's own position",
+    "softmax_scale": "'scale' is one",
+}
+"""What torch, transformers and others call options, and what is said to whoever uses their names: spelling tells
+little, or misleads.
+"""
+
+
 def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]], *others: str) -> None:
     """TypeError, as if from the called method, if it does not have one of the options; `others` are further arguments
     that may have been meant.
@@ -89,9 +113,12 @@ def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[s
     names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
     if not options.keys() <= names:
         unknown = min(options.keys() - names)
-        meant = difflib.get_close_matches(unknown, [*names, *others], 1)
-        hint = f"; {meant[0]!r} is one" if meant else ""
-        raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint}")
+        hint = NAMES_ELSEWHERE.get(unknown, "")
+        if "'scale'" in hint and "scale" not in names:
+            hint = "the layer defines its scale"
+        if not hint and (meant := difflib.get_close_matches(unknown, [*names, *others], 1)):
+            hint = f"{meant[0]!r} is one"
+        raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint and f'; {hint}'}")
 
 
 def check_no_layer(cache_layer: int) -> None:

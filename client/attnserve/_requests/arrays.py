@@ -1,8 +1,9 @@
 """The caller's arrays in the wire's form, and back.
 
-In: NumPy arrays of any byte order and stride, torch tensors of any device, numbers and lists of them. Out: `Array`, a
-dtype of the wire, a shape and a view of the elements (packed, C-order, little-endian). Data already in this form is not
-copied. Back: from a reply's tensor to an array of the caller's kind, in memory of its own.
+In: NumPy arrays of any byte order and stride, torch tensors of any device, other libraries' arrays (by NumPy's own
+protocols or DLPack), numbers and lists of them. Out: `Array`, a dtype of the wire, a shape and a view of the elements
+(packed, C-order, little-endian). Data already in this form is not copied. Back: from a reply's tensor to an array of
+the caller's kind, in memory of its own.
 
 torch is never imported: a caller that has a tensor has imported it.
 """
@@ -76,7 +77,7 @@ def boolean(field: str, value: Any) -> Array:
         array = array.astype(np.bool_)
     elif array.dtype.kind != "b":
         raise InvalidRequestError(
-            f"{field}: expected bool, true where a query attends a key, found {array.dtype}; "
+            f"{field}: expected bool, true where a query attends a key, found {_found(array)}; "
             "what is to be added to the scores is a bias",
             field=field,
         )
@@ -87,7 +88,7 @@ def integers(field: str, value: Any) -> Array:
     """An int64 tensor, from an integer or integers."""
     array = _as_numpy(field, value)
     if array.dtype.kind not in "iu" and not (array.size == 0 and _is_plain(value)):
-        raise InvalidRequestError(f"{field}: expected integers, found {array.dtype}", field=field)
+        raise InvalidRequestError(f"{field}: expected integers, found {_found(array)}", field=field)
     return _integers(field, array)
 
 
@@ -97,7 +98,7 @@ def _floating(field: str, array: np.ndarray[Any, Any], expected: str) -> Array:
         array = _little_endian(array)
         dtype = _dtypes.WIRE.get(array.dtype)
     if dtype is None or dtype not in _dtypes.FLOATING:
-        raise InvalidRequestError(f"{field}: expected {expected}, found {array.dtype}", field=field)
+        raise InvalidRequestError(f"{field}: expected {expected}, found {_found(array)}", field=field)
     return _packed(dtype, array)
 
 
@@ -128,11 +129,45 @@ def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
         found = "None" if value is None else "a masked array, of whose mask nobody would know"
         raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field)
     try:
-        return np.asarray(value) if tensor is None else _torch_as_numpy(tensor)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        message = f"{field}: expected an array or a tensor, found {kind}: {error}"
-        raise InvalidRequestError(message, field=field) from error
+        if tensor is not None:
+            return _torch_as_numpy(tensor)
+        by_dlpack = hasattr(value, "__dlpack__") and not hasattr(value, "__array__")
+        array: np.ndarray[Any, Any] = np.from_dlpack(value) if by_dlpack else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError, BufferError, AttributeError) as error:
+        found = f"{_kind(value)}: {error}" if tensor is None else _unreadable(tensor, error)
+        raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field) from error
+    if array.dtype == object and not array.ndim and not isinstance(value, int):
+        raise InvalidRequestError(f"{field}: expected an array or a tensor, found {_kind(value)}", field=field)
+    return array
+
+
+def _kind(value: Any) -> str:
+    """The name of a value's type."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _found(array: np.ndarray[Any, Any]) -> str:
+    """What an array has instead of the dtype that was expected, in words."""
+    if array.dtype != object:
+        return "text" if array.dtype.kind in "SU" else str(array.dtype)
+    for element in array.flat:
+        if isinstance(element, int) and not -(2**63) <= element < 2**64:
+            return f"{element if element.bit_length() < 1000 else 'an integer'}, which exceeds 64 bits"
+    return f"Python objects: {', '.join(sorted({_kind(element) for element in array.flat})[:3])}"
+
+
+def _unreadable(tensor: Any, error: Exception) -> str:
+    """What is wrong with a torch tensor that NumPy cannot have."""
+    torch = sys.modules["torch"]
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        return f"{layout}; dense ones (torch.strided) can be sent"
+    if tensor.device.type == "meta":
+        return "a tensor on the device meta, which has no elements to send"
+    if isinstance(error, TypeError):
+        return f"{tensor.dtype}; float32, float16, bfloat16, float64, integers and bool can be sent"
+    return f"{_kind(tensor)}: {error}"
 
 
 def _torch_as_numpy(tensor: Any) -> np.ndarray[Any, Any]:

@@ -36,27 +36,38 @@ _LAYOUTS: Final[dict[Any, pb.Layout]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneralScore:
-    """The general score `scale * q W k` of Luong, Pham and Manning (2015), equation 8. `scale` defaults to 1."""
+    """The general score of Luong, Pham and Manning (2015), equation 8, for the `score` of `Client.attend`::
+
+        score(q, k) = scale * q W k
+
+    `scale` is an argument of `attend`, by default 1. All heads share W; D is the width of queries, Dk that of keys,
+    which may differ.
+
+    - `weight`: W, ``[D, Dk]``, floating.
+    """
 
     weight: ArrayLike
-    """W, ``[D, Dk]``, floating."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdditiveScore:
-    """The additive score `scale * w tanh(Wq q + Wk k + b)` of Bahdanau, Cho and Bengio (2015), with U hidden units.
+    """The additive score of Bahdanau, Cho and Bengio (2015), for the `score` of `Client.attend`::
 
-    `scale` defaults to 1.
+        score(q, k) = scale * w tanh(Wq q + Wk k + b)
+
+    `scale` is an argument of `attend`, by default 1. All heads share the parameters; U is the number of hidden units, D
+    the width of queries, Dk that of keys, which may differ.
+
+    - `query_weight`: Wq, ``[U, D]``, floating.
+    - `key_weight`: Wk, ``[U, Dk]``, floating.
+    - `bias`: b, ``[U]``, floating. Default 0.
+    - `output_weight`: w, ``[U]``, floating. Default 1: the hidden units are summed.
     """
 
     query_weight: ArrayLike
-    """Wq, ``[U, D]``, floating."""
     key_weight: ArrayLike
-    """Wk, ``[U, Dk]``, floating."""
     bias: ArrayLike | None = None
-    """b, ``[U]``, floating; None for 0."""
     output_weight: ArrayLike | None = None
-    """w, ``[U]``, floating; None to sum the hidden units."""
 
 
 class AttendOptions(TypedDict, total=False):

@@ -18,11 +18,11 @@ A model that generates sends the keys and values of all tokens for each new one,
 
 The results are those of the model's own `eager` attention: a mask, if there is one, decides alone, and neither a
 module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing (those of padding) give 0, where
-eager gives the mean of all values. Models that do not use `AttentionInterface`, MPNet and BLOOM for example, and T5
-before transformers 5.18, do not reach the service: transformers runs them on their own attention, whatever is asked
-for, or raises `KeyError`. A model that uses it only in part reaches the service with that part. Some models, GPT-2 and
-OPT among them, do not tell their attention that its weights are asked for: as with `sdpa`, `output_attentions` gives
-none.
+eager gives the mean of all values. Models that do not use `AttentionInterface`, MPNet, BLOOM and DeBERTa for example,
+and T5 before transformers 5.18, do not reach the service: transformers runs them here, on their own attention, whatever
+is asked for; with some, as with Falcon, it raises `KeyError`. A model that uses it only in part reaches the service
+with that part. Some models, GPT-2 and OPT among them, do not tell their attention that its weights are asked for: as
+with `sdpa`, `output_attentions` gives none.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class CachedRequest(CacheWork):
         for name in ("mask", "bias"):
             if name in problem.tensors:
                 target = (problem.batch, problem.query_heads, problem.query_length, longest)
-                check_broadcast(name, problem.tensors[name], target)
+                check_broadcast(name, problem.tensors[name], target, problem.rank)
         lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
         given = read_integers(problem.tensors.get("kv_lengths"), self.payloads)
         for index, length in enumerate(given or ()):

@@ -57,6 +57,7 @@ class CacheShape:
                 f"{what} of at most {half} bytes a token, num_kv_heads * {wider} of {self.dtype}",
                 row_bytes,
                 LIMIT_EXCEEDED,
+                limit="cache_page_bytes",
             )
         return tokens - tokens % TOKEN_MULTIPLE if tokens >= TOKEN_MULTIPLE**2 else tokens
 

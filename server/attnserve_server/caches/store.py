@@ -81,7 +81,8 @@ class CacheStore(Register):
         if (made := self.made_by(owner, request_id, now, shape=shape, parent=None)) is not None:
             return made
         if shape.layers > self._max_layers:
-            raise InvalidRequest("layers", f"at most {self._max_layers}", shape.layers, LIMIT_EXCEEDED)
+            most = f"at most {self._max_layers}"
+            raise InvalidRequest("layers", most, shape.layers, LIMIT_EXCEEDED, limit="max_cache_layers")
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
         self._make_room_for_one(owner, now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
@@ -258,6 +259,7 @@ class CacheStore(Register):
                     f"at most {self.pool_bytes} bytes to append, the whole pool of the caches",
                     f"{alone * self.page_bytes}, in whole pages, for {tokens} tokens",
                     LIMIT_EXCEEDED,
+                    limit="cache_bytes",
                 )
             # An evicted cache may have shared a last page, which then need not be copied: so needs are recounted.
             if not self._evict_oldest(now, "pages"):

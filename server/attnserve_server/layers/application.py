@@ -67,6 +67,11 @@ class Application:
         return self.batched and not self.length and not self.context_length
 
     @property
+    def mask_axes(self) -> int:
+        """The axes of a mask that has all: a single sequence lacks that of sequences."""
+        return 4 if self.batched or self.packed else 3
+
+    @property
     def rows(self) -> int:
         """The rows of the reply."""
         return self.length * (self.batch if self.batched else 1)
@@ -184,4 +189,4 @@ def check_masks(application: Application, heads: int, longest: int, longest_cont
     for name in ("mask", "bias"):
         if name in application.tensors:
             target = (application.batch, heads, longest, longest_context)
-            check_broadcast(name, application.tensors[name], target)
+            check_broadcast(name, application.tensors[name], target, application.mask_axes)

@@ -135,7 +135,8 @@ class CachedLayerRequest(CacheWork):
         if self.mask is not None:
             application, heads = self.applied.application, self.applied.loaded.outline.query_heads
             rows = application.length if application.batched else max(given.lengths, default=0)
-            check_broadcast("mask", application.tensors["mask"], (application.batch, heads, rows, longest))
+            target = (application.batch, heads, rows, longest)
+            check_broadcast("mask", application.tensors["mask"], target, application.mask_axes)
         self.applied.input = replace(given, offsets=offsets)
 
     def run_batch(self, device: Device, batch: Sequence[CachedLayerRequest]) -> BatchResult:

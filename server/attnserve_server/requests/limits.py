@@ -43,25 +43,27 @@ class RequestLimits:
         """
         if len(header) > self.max_header_bytes:
             expected = f"at most {self.max_header_bytes} bytes beside the contents of tensors"
-            raise InvalidRequest("", expected, f"{len(header)} bytes", LIMIT_EXCEEDED)
+            raise InvalidRequest("", expected, f"{len(header)} bytes", LIMIT_EXCEEDED, limit="max_header_bytes")
 
     def check_tensors(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Raises InvalidRequest if a tensor has too many axes or elements."""
         for path, spec in tensors.items():
             check_rank(f"{path}.shape", spec.shape, self.max_rank)
             if (elements := prod(spec.shape)) > self.max_elements:
-                raise InvalidRequest(f"{path}.shape", f"at most {self.max_elements} elements", elements, LIMIT_EXCEEDED)
+                expected = f"at most {self.max_elements} elements"
+                raise InvalidRequest(f"{path}.shape", expected, elements, LIMIT_EXCEEDED, limit="max_elements")
 
     def check_sequences(self, field: str, sequences: int) -> None:
         """Raises InvalidRequest if there are too many sequences."""
         if sequences > self.max_sequences:
-            raise InvalidRequest(field, f"at most {self.max_sequences} sequences", sequences, LIMIT_EXCEEDED)
+            expected = f"at most {self.max_sequences} sequences"
+            raise InvalidRequest(field, expected, sequences, LIMIT_EXCEEDED, limit="max_sequences")
 
     def check_flops(self, flops: int) -> None:
         """Raises InvalidRequest if a request costs too much, in operations of plain attention."""
         if flops > self.max_request_flops:
             expected = f"a request of at most {self.max_request_flops} FLOPs"
-            raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED)
+            raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED, limit="max_request_flops")
 
 
 DEFAULT_LIMITS = RequestLimits()

@@ -262,5 +262,5 @@ def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: Key
         target = (axes.batch, axes.query_heads, axes.query_length, axes.kv_length)
         for name in ("mask", "bias"):
             if name in tensors:
-                check_broadcast(name, tensors[name], target)
+                check_broadcast(name, tensors[name], target, len(message.query.shape))
     return tensors

@@ -65,7 +65,7 @@ def check_rank(field: str, shape: Sequence[int], most: int = MAX_RANK) -> None:
     a message takes minutes.
     """
     if len(shape) > most:
-        raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED)
+        raise InvalidRequest(field, f"at most {most} axes", f"{len(shape)} axes", LIMIT_EXCEEDED, limit="max_rank")
 
 
 def float_tensor(message: Message, path: str) -> TensorSpec:
@@ -94,13 +94,15 @@ def int_tensor(message: Message, path: str, shapes: tuple[tuple[int, ...], ...])
     return spec
 
 
-def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int]) -> None:
-    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right."""
+def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int], axes: int = 4) -> None:
+    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right. The error
+    shows only that many `axes`, the last ones: those that the request's own tensors have.
+    """
     shape = spec.shape
     if len(shape) > 4 or any(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
     ):
-        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target)}", shown(spec))
+        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target[-axes:])}", shown(spec))
 
 
 def read_integers(spec: TensorSpec | None, payloads: Sequence[memoryview]) -> tuple[int, ...] | None:

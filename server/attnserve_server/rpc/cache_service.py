@@ -106,7 +106,8 @@ class CacheService:
             raise InvalidRequest("names", "at least one name", "none")
         for field, given in (("names", request.names), ("request_ids", request.request_ids)):
             if len(given) > store.max_caches:
-                raise InvalidRequest(field, f"at most {store.max_caches}", len(given), LIMIT_EXCEEDED)
+                most = f"at most {store.max_caches}"
+                raise InvalidRequest(field, most, len(given), LIMIT_EXCEEDED, limit="max_caches")
         for place, request_id in enumerate(request.request_ids):
             if not request_id:
                 raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")

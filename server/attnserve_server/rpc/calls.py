@@ -85,11 +85,11 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
 
 
 def _too_many_calls(most: int) -> InvalidRequest:
-    return InvalidRequest("calls", f"at most {most}", "more", reason=LIMIT_EXCEEDED)
+    return InvalidRequest("calls", f"at most {most}", "more", LIMIT_EXCEEDED, limit="max_message_calls")
 
 
 def _too_many_ids(most: int) -> InvalidRequest:
-    return InvalidRequest("cancel", f"at most {most} ids", "more", reason=LIMIT_EXCEEDED)
+    return InvalidRequest("cancel", f"at most {most} ids", "more", LIMIT_EXCEEDED, limit="max_message_calls")
 
 
 def _next_call(message: bytes, at: int) -> Call | None:
@@ -139,7 +139,8 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
         for number, wire_type, start, content, behind in _fields.fields(message, at, end):
             count += _fields.weight(wire_type, start, behind)
             if count > MAX_CALL_FIELDS:
-                error = InvalidRequest("calls", f"at most {MAX_CALL_FIELDS} fields in one", "more", LIMIT_EXCEEDED)
+                expected = f"at most {MAX_CALL_FIELDS} fields in one"
+                error = InvalidRequest("calls", expected, "more", LIMIT_EXCEEDED, limit="max_call_fields")
                 return Call(_id_of(rest), None, None, (b"", 0, 0), error)
             if number in OPERATIONS and wire_type == 2:
                 # Of different operations the last counts; one that is repeated, with no other between, is merged.

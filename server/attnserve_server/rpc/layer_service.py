@@ -99,7 +99,8 @@ class LayerService:
 
     def _check_names(self, names: Sequence[str]) -> None:
         if len(names) > self._registry.max_layers:
-            raise InvalidRequest("names", f"at most {self._registry.max_layers} names", len(names), LIMIT_EXCEEDED)
+            expected = f"at most {self._registry.max_layers} names"
+            raise InvalidRequest("names", expected, len(names), LIMIT_EXCEEDED, limit="max_layers")
 
 
 def _summary(error: LayerError) -> str:
