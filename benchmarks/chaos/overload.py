@@ -46,6 +46,7 @@ LEAD: Final = 0.1
 computes its short requests first: rates would be too low in tokens, and too high in requests.
 """
 MOST_MINUTES: Final = 1.0
+LATE: Final = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 REFUSED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PATIENCE_S: Final = 60.0
 MOST_REFUSED: Final = 1.2
@@ -55,7 +56,7 @@ MOST_REFUSED: Final = 1.2
 @dataclass(slots=True)
 class Answers:
     """What callers have seen: seconds until the answer, for what was computed (with its tokens) and for what was
-    refused (with the delays that it was told), and other failures.
+    refused (with the delays that it was told), those whose time was over before, and other failures.
     """
 
     counted: tuple[float, float]
@@ -66,6 +67,7 @@ class Answers:
     tokens: int = 0
     refused: list[float] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     processor_seconds: float = 0.0
     """What the server has used of its processors in the time that counts."""
@@ -138,7 +140,8 @@ class Load:
                 answers.refused.append(perf_counter() - due)
                 answers.delays.append(delay)
             else:
-                answers.failed.append(reply.error.message)
+                late = reply.error.code == LATE and self._way.timeout is not None
+                (answers.late if late else answers.failed).append(reply.error.message)
             return
         begin, until = answers.counted
         if begin <= (now := perf_counter()) <= until:
@@ -269,6 +272,7 @@ async def _measure(victim: Victim, seconds: float, way: type[Way]) -> list[Figur
         Figure("median time to a refusal", float(np.median(flood.refused)) * 1e3, "ms", at_most=1e3 * way.told_within),
         Figure("p99 time to a refusal", float(np.percentile(flood.refused, 99)) * 1e3, "ms"),
         Figure("median delay told", float(np.median(flood.delays)) * 1e3, "ms", 5.0, p99[1] * 1e3),
+        Figure("calls whose own time was over", len(flood.late) / flood.calls, "of all", at_most=0.01),
         exactly("calls that failed otherwise", len(flood.failed), 0),
         Figure("memory above that of the idle server", (max(watch.bytes) - before) / 2**20, "MiB", at_most=512.0),
         Figure("health checks answered", len(watch.health), at_least=1),

@@ -32,6 +32,8 @@ class Way(Protocol):
     """How many times as long as at 90 % load it may take what is accepted, by the 99th percentile. None: it has perhaps
     come back, and no bound is promised.
     """
+    timeout: ClassVar[float | None]
+    """How many seconds a call waits for its reply, and so for room, too; None: without end."""
 
     def __init__(self, address: str) -> None: ...
 
@@ -52,6 +54,7 @@ class Stream:
 
     told_within: ClassVar[float] = 0.01
     slower: ClassVar[float | None] = 3.0
+    timeout: ClassVar[float | None] = None
 
     def __init__(self, address: str) -> None:
         self._channel = _channel(address)
@@ -93,6 +96,7 @@ class Unary:
 
     told_within: ClassVar[float] = 0.01
     slower: ClassVar[float | None] = 3.0
+    timeout: ClassVar[float | None] = None
 
     def __init__(self, address: str) -> None:
         self._channel = _channel(address)
@@ -122,8 +126,7 @@ class Sdk:
 
     told_within: ClassVar[float] = 2.0
     slower: ClassVar[float | None] = None
-    timeout: ClassVar[float] = 2.0
-    """How many seconds a call waits for its reply, and so for room, too."""
+    timeout: ClassVar[float | None] = 2.0
 
     def __init__(self, address: str) -> None:
         self._client = AsyncClient(address, transport=self.transport, timeout=self.timeout)
