@@ -247,3 +247,14 @@ def test_which_calls_are_for_other_kernels() -> None:
         assert not blocked_cpu.applies(other)
         assert kernel_for(other).name in ("cpu_flash", "math")
         assert attend(other).kernel != blocked_cpu.NAME
+
+
+@pytest.mark.parametrize("width", [192, 256, 512, 1040])
+def test_wide_heads_are_as_exact_as_others(width: int) -> None:
+    """Sums of so many products, one after the other, would not be."""
+    plan = Plan(batch=1, query_length=256, key_length=256, causal=True, head_dim=width, key_dim=width, value_dim=width)
+    for seed in range(3):
+        case = plan.case(seed)
+        result = run(call_of(case, return_lse=True))
+        np.testing.assert_allclose(result.output, case.expected.output, rtol=0, atol=2e-6)
+        assert (result.kernel == blocked_cpu.NAME) == (blocked_cpu.AVAILABLE and width <= blocked_cpu.MAX_WIDTH)
