@@ -306,6 +306,10 @@ class Metrics:
         """Says where the event loop's use is read: the seconds in which it did not wait for events."""
         self.registry.register(scraped.Loop(busy_seconds))
 
+    def watch_log(self, left_out: Reading) -> None:
+        """Says where the number of log lines is read that were not written."""
+        self.registry.register(scraped.Log(left_out))
+
     def watch_state(self, health: Health) -> None:
         """Has the server's state exported."""
         self.registry.register(scraped.State(health))

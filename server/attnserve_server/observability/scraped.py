@@ -108,6 +108,23 @@ class Loop:
         return []  # outside the loop there is nothing to read
 
 
+class Log:
+    """What is missing in the log."""
+
+    def __init__(self, left_out: Callable[[], float]) -> None:
+        self._left_out = left_out
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "attnserve_log_lines_dropped",
+            "Log lines that were not written, because standard error was not read in time or could not be written to.",
+            value=self._left_out(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+
 class Callers:
     """What each caller has used."""
 
