@@ -86,7 +86,8 @@ class Metrics:
         # Requests
         requests = Counter(
             "attnserve_requests_total",
-            "Requests answered, by operation and gRPC status code.",
+            "Requests answered, by operation and gRPC status code. A stream that is refused, or ends with an error, is "
+            "one of attend_stream.",
             registry,
             "operation",
             "code",
@@ -216,6 +217,13 @@ class Metrics:
         count = self._requests.get((operation, code)) or self._requests[operation, "UNKNOWN"]
         count(requests)
         self._duration[operation](duration_s, requests)
+
+    def stream_failed(self, code: str) -> None:
+        """A stream was refused, or ended with an error, with this gRPC status code. It may have lasted for days, and is
+        no part of the durations.
+        """
+        count = self._requests.get(("attend_stream", code)) or self._requests["attend_stream", "UNKNOWN"]
+        count(1)
 
     def refused(self, operation: str, reason: str, duration_s: float) -> None:
         """A request was not admitted for lack of room, for one of `REJECTIONS`, so many seconds after it came."""
