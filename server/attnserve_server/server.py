@@ -160,6 +160,8 @@ class Server:
             self.metrics.watch_certificate(tls.expiry)
         certificates = bool(config.tls_client_ca)
         grants = GrantsFile(Path(config.callers), certificates=certificates) if config.callers else None
+        reloads = (("callers", grants), ("tls", tls))
+        self.metrics.watch_reloads({name: files.reload_failed for name, files in reloads if files is not None})
         callers = Callers(grants, certificates=certificates)
         rpcs = Rpcs(callers, self.metrics)
         self._refusals = rpcs.refusals

@@ -326,6 +326,10 @@ class Metrics:
         """Has the time exported at which the server's certificate expires."""
         self.registry.register(scraped.Certificate(expiry))
 
+    def watch_reloads(self, failed: Mapping[str, Callable[[], bool]]) -> None:
+        """Says where it is read whether files that have changed could not be used: `callers` and `tls`."""
+        self.registry.register(scraped.Reloads(failed))
+
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
 
