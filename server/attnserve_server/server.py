@@ -261,6 +261,14 @@ class Server:
         await asyncio.sleep(LAST_CALLS_S)
         self._service.end_streams()
 
+    async def hurry(self) -> None:
+        """Ends the draining: what is in flight is cut off, if anything is."""
+        self.health.refuse()
+        self.cuts_off = not await self.engine.drain(0)
+        if not self.cuts_off:
+            await asyncio.sleep(LAST_CALLS_S)
+            self._service.end_streams()
+
     async def abandon(self) -> None:
         """Gives the server up: reports itself as failed, and lets the replies that tell callers so be sent."""
         self.health.set("failed")

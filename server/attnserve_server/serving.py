@@ -80,6 +80,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
                 break
             if hurried.done():
                 ended.cancel()
+                await server.hurry()
                 break
             ended.result()
     finally:
@@ -90,7 +91,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return FAILED, True
-    if interrupted.is_set():
+    if interrupted.is_set() and server.cuts_off:
         logger.warning("interrupted while draining: what was in flight is cut off")
         return CUT_OFF, True
     if server.engine.stuck:
