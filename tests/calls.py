@@ -144,7 +144,11 @@ def get(http_address: str, path: str) -> tuple[int, str]:
 
 def metric(http_address: str, name: str, **labels: str) -> float:
     """The value of a metric now."""
-    _, page = get(http_address, "/metrics")
+    return value(get(http_address, "/metrics")[1], name, **labels)
+
+
+def value(page: str, name: str, **labels: str) -> float:
+    """The value of a metric on a page of them."""
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name == name and sample.labels == labels:

@@ -160,6 +160,8 @@ class Server:
             self.metrics.watch_certificate(tls.expiry)
         certificates = bool(config.tls_client_ca)
         grants = GrantsFile(Path(config.callers), certificates=certificates) if config.callers else None
+        reloads = (("callers", grants), ("tls", tls))
+        self.metrics.watch_reloads({name: files.reload_failed for name, files in reloads if files is not None})
         callers = Callers(grants, certificates=certificates)
         rpcs = Rpcs(callers, self.metrics)
         self._refusals = rpcs.refusals
@@ -258,6 +260,14 @@ class Server:
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
         await asyncio.sleep(LAST_CALLS_S)
         self._service.end_streams()
+
+    async def hurry(self) -> None:
+        """Ends the draining: what is in flight is cut off, if anything is."""
+        self.health.refuse()
+        self.cuts_off = not await self.engine.drain(0)
+        if not self.cuts_off:
+            await asyncio.sleep(LAST_CALLS_S)
+            self._service.end_streams()
 
     async def abandon(self) -> None:
         """Gives the server up: reports itself as failed, and lets the replies that tell callers so be sent."""

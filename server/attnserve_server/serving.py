@@ -11,13 +11,14 @@ import os
 import signal
 
 from attnserve_server.host.event_loop import EventLoop
+from attnserve_server.observability import logs
 from attnserve_server.observability.tracing import endpoint_of, shown
 from attnserve_server.scheduling.watchdog import FAILED
 from attnserve_server.server import OpenDevice, Server, configured_device
 from attnserve_server.settings import units
 from attnserve_server.settings.config import Config
 from attnserve_server.startup import Startup
-from attnserve_server.stop_signals import STOP_SIGNALS
+from attnserve_server.stop_signals import STOP_SIGNALS, exit_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ def run(config: Config, open_device: OpenDevice = configured_device) -> None:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         status, at_once = runner.run(_serve(config, open_device, loop))
         if at_once:
-            logging.shutdown()
-            os._exit(status)
+            exit_at_once(status)
 
 
 async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tuple[int, bool]:
@@ -51,10 +51,11 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
 
     server = Server(config, open_device)
     server.metrics.watch_loop(lambda: loop.busy_seconds)
+    server.metrics.watch_log(logs.left_out)
     try:
         # Through the loop, because it waits while threads load: a signal just before that would not wake it.
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, os._exit, 0)
+            loop.add_signal_handler(number, exit_at_once, 0)
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, interrupt if number == signal.SIGINT else stopping.set)
@@ -79,6 +80,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
                 break
             if hurried.done():
                 ended.cancel()
+                await server.hurry()
                 break
             ended.result()
     finally:
@@ -89,7 +91,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return FAILED, True
-    if interrupted.is_set():
+    if interrupted.is_set() and server.cuts_off:
         logger.warning("interrupted while draining: what was in flight is cut off")
         return CUT_OFF, True
     if server.engine.stuck:

@@ -40,6 +40,7 @@ def _for_good() -> Iterator[None]:
 
 def start(arguments: Sequence[str]) -> int:
     """Runs the server until it is told to stop, and returns the exit status."""
+    keep_one_heap()  # before there are threads, of which the log has the first
     log_format = command_line.log_format(arguments, os.environ)
     logs.configure("info", log_format)
     logs.take_over()
@@ -55,7 +56,6 @@ def start(arguments: Sequence[str]) -> int:
 
         # Creation times of counters are redundant: the process collector reports when all of them were made.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        keep_one_heap()
         startup = Startup(config.log_format)
         for name, value in surroundings():
             startup.say(name, value)
@@ -70,6 +70,7 @@ def start(arguments: Sequence[str]) -> int:
         if log_format == "json":
             logger.critical("attnserve-server: %s", str(error))
         else:
+            logs.flush()
             print(f"attnserve-server: {error}", file=sys.stderr)
         return error.exit_status
     return 0

@@ -17,7 +17,7 @@ from importlib import metadata
 from attnserve_server import __version__
 from attnserve_server.host import standard_output
 from attnserve_server.host.cpus import usable_cpus
-from attnserve_server.observability.logs import JsonFormatter
+from attnserve_server.observability import logs
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Startup:
     """Prints facts in a log format: `text` or `json`. A server serves even if nobody can be told."""
 
     def __init__(self, log_format: str) -> None:
-        self._formatter = JsonFormatter() if log_format == "json" else None
+        self._formatter = logs.JsonFormatter() if log_format == "json" else None
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # names of files and layers, where there is only ASCII
 
@@ -36,6 +36,7 @@ class Startup:
         if self._formatter is not None:
             record = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": line}
             line = self._formatter.format(logging.makeLogRecord({**record, "fact": fact, "value": value, **more}))
+        logs.flush()  # the lines before it: both may go to the same place
         try:
             print(line, flush=True)
         except OSError as error:

@@ -237,6 +237,35 @@ def test_metrics_are_for_those_who_may_read_them_and_health_for_all(guarded: Gua
         assert http(guarded, path, None)[0] == 200
 
 
+def counted(guarded: Guarded, operation: str, code: str) -> float:
+    """How many requests ended so."""
+    _, _, page = http(guarded, "metrics", f"Bearer {guarded.tokens['prometheus']}")
+    return calls.value(page, "attnserve_requests_total", operation=operation, code=code)
+
+
+@pytest.mark.parametrize(("transport", "operation"), [("stream", "attend_stream"), ("unary", "attend")])
+def test_the_metrics_say_how_many_were_refused(guarded: Guarded, transport: Any, operation: str) -> None:
+    before = counted(guarded, operation, "UNAUTHENTICATED"), counted(guarded, operation, "PERMISSION_DENIED")
+    with (
+        Client(guarded.server.address, transport=transport, token=new_token()) as unknown,
+        Client(guarded.server.address, transport=transport, token=guarded.tokens["admin"]) as lacking,
+    ):
+        for client, times in ((unknown, 50), (lacking, 5)):
+            for _ in range(times):
+                with pytest.raises(PermissionDeniedError):
+                    client.attend(QUERY, QUERY, QUERY)
+    after = counted(guarded, operation, "UNAUTHENTICATED"), counted(guarded, operation, "PERMISSION_DENIED")
+    assert (after[0] - before[0], after[1] - before[1]) == (50, 5)
+
+
+def test_a_stream_that_ends_for_what_it_was_sent_is_counted(guarded: Guarded, channel: grpc.Channel) -> None:
+    before = counted(guarded, "attend_stream", "INVALID_ARGUMENT")
+    stream = calls.Stream(channel, (("authorization", f"Bearer {guarded.tokens['ann']}"),))
+    stream.send_bytes(b"\xff")
+    assert stream.error()[0] == Code.INVALID_ARGUMENT
+    assert counted(guarded, "attend_stream", "INVALID_ARGUMENT") == before + 1
+
+
 def until_granted(attempt: Callable[[], T]) -> T:
     """Retries until the attempt is permitted."""
     deadline = time.monotonic() + calls.PATIENCE_S

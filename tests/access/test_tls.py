@@ -246,7 +246,10 @@ def test_rotated_files_are_picked_up_without_a_restart(start_server: Callable[..
         with Client(server.address, tls=as_before) as client:
             attend(client)
         assert serial_number(server.http_address, old) == shown
-        assert "the certificate was not reloaded: the previous one stays in use" in server.stderr()
+        until(
+            lambda: "the certificate was not reloaded: the previous one stays in use" in server.stderr(),
+            "the log says so",
+        )
         assert key.decode() not in server.stderr()
 
         files.key.write_bytes(successor.key.read_bytes())

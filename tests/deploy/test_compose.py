@@ -80,6 +80,13 @@ def test_build_arguments_are_the_dockerfiles(compose: dict[str, Any], gpu: dict[
         assert all(f"ARG {name}" in dockerfile for name in service["build"]["args"])
 
 
+def test_there_is_as_much_shared_memory_as_on_kubernetes(gpu: dict[str, Any]) -> None:
+    pod = yaml.safe_load((DEPLOY / "components" / "gpu" / "pod.yaml").read_text())["spec"]["template"]["spec"]
+    (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["sizeLimit"] == "1Gi"
+    assert gpu["services"]["attnserve"]["shm_size"] == "1gb"  # which Docker takes for 1 GiB
+
+
 def test_it_is_reached_from_this_machine_only_and_may_do_little(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])

@@ -23,6 +23,8 @@ def root_logger() -> Iterator[logging.Logger]:
     before, level = root.handlers[:], root.level
     root.handlers[:] = []
     yield root
+    for writer in logs.writers():
+        writer.close()
     root.handlers[:], root.level = before, level
 
 
@@ -31,6 +33,12 @@ def logged(log_format: str, message: str, *args: object, **extra: object) -> str
     logs.configure("info", log_format, out)
     logging.getLogger("attnserve_server.test").info(message, *args, extra=extra)
     logging.getLogger("attnserve_server.test").debug("too little to tell")
+    return written(out)
+
+
+def written(out: io.StringIO) -> str:
+    """What has been logged."""
+    logs.flush()
     return out.getvalue()
 
 
@@ -80,13 +88,13 @@ def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
         raise cygrpc.ExecuteBatchError("Failed to send")
     except cygrpc.ExecuteBatchError:
         theirs.exception("ExecuteBatchError raised in core by servicer method [/x]")
-    assert out.getvalue().count("\n") == lines
+    assert written(out).count("\n") == lines
     assert out.getvalue().count(" info grpc._cython.cygrpc gRPC has ended an RPC") == lines
     try:
         raise ValueError("of another kind")
     except ValueError:
         theirs.exception("Unexpected")
-    assert "ValueError: of another kind" in out.getvalue()
+    assert "ValueError: of another kind" in written(out)
 
 
 @pytest.mark.usefixtures("root_logger")
@@ -109,7 +117,7 @@ def test_what_goes_wrong_again_and_again_is_written_a_few_times() -> None:
         logger.info("all is well")
     now[0] = 3.0
     fail(1000)
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    lines = [json.loads(line) for line in written(out).splitlines()]
     failed = [line for line in lines if "again" in line["message"]]
     assert len(failed) == logs.BURST + 3 * logs.LINES_PER_SECOND
     assert failed[int(logs.BURST)]["left_out"] == 1000 - logs.BURST
@@ -126,7 +134,7 @@ def test_tracebacks_are_kept(log_format: str) -> None:
         raise ValueError("the reason")
     except ValueError:
         logging.getLogger("attnserve_server.test").exception("it failed")
-    text = out.getvalue()
+    text = written(out)
     assert "Traceback" in text
     assert "ValueError: the reason" in text
     if log_format == "json":

@@ -192,9 +192,9 @@ def test_what_anybody_may_ask_is_refused_in_the_log(start_server: Callable[..., 
         watches = [watch(b"", timeout=calls.PATIENCE_S) for _ in range(CONNECTION_STREAMS)]
         assert {next(each) for each in watches} == {b"\x08\x01"}  # SERVING
         codes = []
-        for begun in (watch(b""), channel.stream_stream(reflection)(iter([b"\x3a\0"]))):
+        for begin in (lambda: watch(b""), lambda: channel.stream_stream(reflection)(iter([b"\x3a\0"]))):
             with pytest.raises(grpc.RpcError) as caught:
-                next(begun)
+                next(begin())
             codes.append(caught.value.code())  # type: ignore[attr-defined]
         assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
         assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="caller_streams") == 2

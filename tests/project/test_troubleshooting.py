@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+import calls
 import grpc
 import numpy as np
 import pytest
 from certificates import Authority
-from conftest import Server
+from conftest import POOL, Server
 
 from attnserve import TLS, AttnServeError, Client
 from attnserve.v1 import attention_pb2, attention_pb2_grpc, tensor_pb2
@@ -124,6 +126,33 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
     )
     forked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert unknown("A call is refused", [*messages, forked.stdout]) == []
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+from attnserve_server.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that may have few connections."""
+
+
+def test_a_server_without_file_descriptors(tmp_path: Path) -> None:
+    server = Server(("--device", "cpu", *POOL), tmp_path / "stderr", ("-c", LIMITED))
+    host, _, port = server.http_address.rpartition(":")
+    try:
+        with ExitStack() as connections:
+            for _ in range(250):
+                connections.enter_context(socket.create_connection((host, int(port))))
+            calls.until(lambda: "no connection can be accepted" in server.stderr(), "it has none left")
+        calls.until(lambda: calls.get(server.http_address, "/healthz")[0] == 200, "it has some again")
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+    log = server.stderr()
+    assert unknown("The server's log says", [log]) == []
+    assert "Traceback" not in log
+    assert log.count("no connection can be accepted") < 20  # one a second; at once, a hundred cannot be
 
 
 def test_servers_that_do_not_start(server: Server) -> None:

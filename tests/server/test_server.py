@@ -209,6 +209,24 @@ def test_an_interrupt_ends_the_draining(start_server: Callable[..., Server]) -> 
     assert "interrupted while draining" in server.stderr()
 
 
+def test_an_interrupt_that_cuts_nothing_off_is_an_ordinary_end(start_server: Callable[..., Server]) -> None:
+    server = start_server("--drain-delay", "1h")
+    with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(1, calls.large_reply()))
+        calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is there")
+        server.process.send_signal(signal.SIGINT)
+        calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
+        assert [reply.id for reply in stream.replies(1)] == [1]
+        calls.until_nothing_is_in_flight(server.http_address)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(calls.PATIENCE_S) == 0
+        stream.half_close()
+        assert stream.rest() == []
+    assert server.stderr().endswith(" ended\n")
+    assert "cut off" not in server.stderr()
+
+
 def test_an_idle_stream_does_not_keep_a_server_from_ending(start_server: Callable[..., Server]) -> None:
     server = start_server("--drain-grace", "60s")
     with grpc.insecure_channel(server.address) as channel:

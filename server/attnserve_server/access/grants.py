@@ -75,18 +75,26 @@ class GrantsFile:
         self._watched = WatchedFiles([path], LOOK_INTERVAL_S)
         self._watched.changed()
         self._grants = self._read()
+        self._failed = False
 
     @property
     def current(self) -> Grants:
         """The grants; another object once they have changed."""
         if self._watched.changed():
+            self._failed = True
             try:
                 self._grants = self._read()
             except GrantsError as error:
                 logger.error("the callers file was not reloaded: the callers stay as they were", extra={"error": error})
             else:
+                self._failed = False
                 logger.info("the callers file was reloaded")
         return self._grants
+
+    def reload_failed(self) -> bool:
+        """Whether the file has changed and could not be read: then the grants are not what it says."""
+        _ = self.current  # looks at the file
+        return self._failed
 
     def _read(self) -> Grants:
         try:

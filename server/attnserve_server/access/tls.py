@@ -54,6 +54,7 @@ class ServerTls:
         self._watched.changed()
         self._lock = threading.Lock()  # gRPC asks from threads of its own
         self._loaded = self._load()
+        self._failed = False
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials for one address of the gRPC port."""
@@ -83,14 +84,22 @@ class ServerTls:
         with self._lock:
             return self._current().expiry
 
+    def reload_failed(self) -> bool:
+        """Whether the files have changed and could not be used: then those before are still in use."""
+        with self._lock:
+            self._current()
+            return self._failed
+
     def _current(self) -> _Loaded:
         """What the files hold, or held when they were last valid."""
         if self._watched.changed():
+            self._failed = True
             try:
                 self._loaded = self._load()
             except TlsError as error:
                 logger.error("the certificate was not reloaded: the previous one stays in use", extra={"error": error})
             else:
+                self._failed = False
                 logger.info("the certificate was reloaded")
         return self._loaded
 

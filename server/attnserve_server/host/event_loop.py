@@ -1,14 +1,24 @@
 """The event loop of a server, which measures how much of its time it is busy.
 
 In: nothing. Out: a loop for `asyncio.Runner`. All requests are decoded and encoded on it, and small ones computed: once
-it is busy all of the time, further requests wait in their connections, where no queue sees them.
+it is busy all of the time, further requests wait in their connections, where no queue sees them. Where connections
+cannot be accepted, because there are no file descriptors left, it says so in a line.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import selectors
 from time import perf_counter
+from typing import Any, Final
+
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPTS_AGAIN_S: Final = 1.0
+"""After how long asyncio tries to accept connections again."""
+
+logger = logging.getLogger(__name__)
 
 
 class EventLoop(asyncio.SelectorEventLoop):
@@ -18,11 +28,23 @@ class EventLoop(asyncio.SelectorEventLoop):
         self._waits = _Selector()
         super().__init__(self._waits)
         self._made = perf_counter()
+        self._exhausted = float("-inf")
 
     @property
     def busy_seconds(self) -> float:
         """The time since the loop was made in which it did not wait for events. Read on the loop."""
         return perf_counter() - self._made - self._waits.seconds
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Logs what went wrong where nobody could be told. For each connection that waits to be accepted when there are
+        no descriptors left, asyncio comes here with a traceback: of those, one a second is said, in a line.
+        """
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context.get("message", "")):
+            super().call_exception_handler(context)
+        elif (now := perf_counter()) - self._exhausted >= ACCEPTS_AGAIN_S:
+            self._exhausted = now
+            logger.error("no connection can be accepted: %s", error.strerror)
 
 
 class _Selector(selectors.DefaultSelector):

@@ -4,7 +4,7 @@ In: records of the standard `logging`, with fields in `extra`. Out: one line eac
 key=value` or a JSON object; a traceback follows as lines of its own, or as a field. What callers send never shows: of
 bytes, arrays and messages, only the size or the name is written, in fields and in a message's arguments alike. A
 recurring warning or error is rate-limited; the lines that are written say how many were left out. Python's own warnings
-and uncaught exceptions are lines, too.
+and uncaught exceptions are lines, too. A thread writes them (see `log_writer`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from enum import Enum
 from time import monotonic
@@ -24,6 +24,7 @@ from typing import Any, Final, TextIO
 
 from google.protobuf.message import Message
 
+from attnserve_server.observability.log_writer import LogWriter
 from attnserve_server.observability.rate_limit import RateLimit
 
 LINES_PER_SECOND: Final = 1.0
@@ -37,11 +38,27 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
     """Sends the log records of at least this level to a stream (standard error) as `text` or `json`, and only there."""
-    out = logging.StreamHandler(stream or sys.stderr)
+    out = LogWriter(stream or sys.stderr)
     out.addFilter(soften)
     out.addFilter(Throttle())
     out.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[out], force=True)
+
+
+def writers() -> Iterator[LogWriter]:
+    """Those that `configure` has set up."""
+    return (handler for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
+
+
+def flush() -> None:
+    """Waits until all lines so far are written, for a time: before something else is written to the same place."""
+    for writer in writers():
+        writer.flush()
+
+
+def left_out() -> int:
+    """How many lines have not been written because nobody read them in time, or because that failed."""
+    return sum(writer.left_out for writer in writers())
 
 
 def take_over() -> None:

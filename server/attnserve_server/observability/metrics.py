@@ -86,7 +86,8 @@ class Metrics:
         # Requests
         requests = Counter(
             "attnserve_requests_total",
-            "Requests answered, by operation and gRPC status code.",
+            "Requests answered, by operation and gRPC status code. A stream that is refused, or ends with an error, is "
+            "one of attend_stream.",
             registry,
             "operation",
             "code",
@@ -217,6 +218,13 @@ class Metrics:
         count(requests)
         self._duration[operation](duration_s, requests)
 
+    def stream_failed(self, code: str) -> None:
+        """A stream was refused, or ended with an error, with this gRPC status code. It may have lasted for days, and is
+        no part of the durations.
+        """
+        count = self._requests.get(("attend_stream", code)) or self._requests["attend_stream", "UNKNOWN"]
+        count(1)
+
     def refused(self, operation: str, reason: str, duration_s: float) -> None:
         """A request was not admitted for lack of room, for one of `REJECTIONS`, so many seconds after it came."""
         self._rejected[reason]()
@@ -306,6 +314,10 @@ class Metrics:
         """Says where the event loop's use is read: the seconds in which it did not wait for events."""
         self.registry.register(scraped.Loop(busy_seconds))
 
+    def watch_log(self, left_out: Reading) -> None:
+        """Says where the number of log lines is read that were not written."""
+        self.registry.register(scraped.Log(left_out))
+
     def watch_state(self, health: Health) -> None:
         """Has the server's state exported."""
         self.registry.register(scraped.State(health))
@@ -313,6 +325,10 @@ class Metrics:
     def watch_certificate(self, expiry: Callable[[], float]) -> None:
         """Has the time exported at which the server's certificate expires."""
         self.registry.register(scraped.Certificate(expiry))
+
+    def watch_reloads(self, failed: Mapping[str, Callable[[], bool]]) -> None:
+        """Says where it is read whether files that have changed could not be used: `callers` and `tls`."""
+        self.registry.register(scraped.Reloads(failed))
 
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.

@@ -55,6 +55,27 @@ class Certificate:
         return []  # files are read only for those who ask
 
 
+class Reloads:
+    """Whether files that are read again when they change could not be."""
+
+    def __init__(self, failed: Mapping[str, Callable[[], bool]]) -> None:
+        self._failed = failed
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "attnserve_reload_failed",
+            "1 if these files have changed and could not be used, so that what was read before stays in force: callers "
+            "is the callers file, tls the certificate, its key and the callers' authorities together.",
+            labels=["file"],
+        )
+        for file, failed in self._failed.items():
+            family.add_metric([file], failed())
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # files are read only for those who ask
+
+
 class Device:
     """How busy the device is, and its memory, if it has one of its own."""
 
@@ -106,6 +127,23 @@ class Loop:
 
     def describe(self) -> Iterable[Metric]:
         return []  # outside the loop there is nothing to read
+
+
+class Log:
+    """What is missing in the log."""
+
+    def __init__(self, left_out: Callable[[], float]) -> None:
+        self._left_out = left_out
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "attnserve_log_lines_dropped",
+            "Log lines that were not written, because standard error was not read in time or could not be written to.",
+            value=self._left_out(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
 
 
 class Callers:

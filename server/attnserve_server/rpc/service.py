@@ -17,7 +17,7 @@ from grpc import aio
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Role
-from attnserve_server.errors import RequestError, error_for_caller
+from attnserve_server.errors import CallerChanged, RequestError, error_for_caller
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.tracing import Trace, Tracing
 from attnserve_server.requests.work import Work
@@ -162,7 +162,10 @@ class AttentionService:
             with self._open_streams.one_more(caller.share):
                 await self._serve(caller, context)
         except Exception as raised:
-            await self._rpcs.refuse(context, "stream", error_for_caller(raised), caller)
+            error = error_for_caller(raised)
+            if not isinstance(error, CallerChanged):  # which fails no call
+                self._metrics.stream_failed(error.code.name)
+            await self._rpcs.refuse(context, "stream", error, caller)
         finally:
             self._metrics.stream_closed()
 

@@ -30,11 +30,23 @@ FAILED: Final = 4
 """The exit status of a server whose device failed."""
 
 
+LAST_WORDS_S: Final = 1.0
+"""How long the end waits until the log says why."""
+
+
 def end(why: str) -> None:
-    """Ends the process at once, whatever it is doing."""
+    """Ends the process at once, whatever it is doing, and whatever keeps the log from being written."""
+    try:
+        saying = threading.Thread(target=_say, args=(why,), name="attnserve-last-words", daemon=True)
+        saying.start()
+        saying.join(LAST_WORDS_S)
+    finally:
+        os._exit(FAILED)
+
+
+def _say(why: str) -> None:
     logger.critical("%s; ending, so that it is started again", why)
     logging.shutdown()
-    os._exit(FAILED)
 
 
 class Watchdog:
