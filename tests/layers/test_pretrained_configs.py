@@ -105,6 +105,18 @@ def test_which_blocks_have_a_window_is_by_default_what_transformers_takes(qwen2:
     assert config_defects(qwen2, "llama.attention", {}, "numbers = 1") == {}
 
 
+def test_a_qwen2_has_no_window_unless_it_says_so(qwen2: Path) -> None:
+    config = json.loads((qwen2 / "config.json").read_text())
+    del config["use_sliding_window"]
+    (qwen2 / "config.json").write_text(json.dumps(config))
+    assert config_defects(qwen2, "llama", {"max_window_layers": 0}) == {}
+    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2)
+    assert isinstance(specification.architecture, Transformer)
+    attention = specification.architecture.block.self_attention
+    assert attention is not None
+    assert attention.window == (-1, -1)
+
+
 def test_more_configs_of_models_that_compute_something_else(tmp_path: Path) -> None:
     (tmp_path / "bert").mkdir()
     pretrained(tmp_path / "bert", transformers.BertModel(bert_config()))

@@ -156,7 +156,8 @@ def _window(reader: _Reader, number: int | None) -> None:
     """A sliding window of W tokens including the token itself: W - 1 to its left."""
     config = reader.config
     width, kinds = config.get("sliding_window"), config.get("layer_types")
-    if width is None or config.get("use_sliding_window") is False:
+    # Of these models, transformers' Qwen2 alone has a switch for it, which is off unless set.
+    if width is None or not config.get("use_sliding_window", config.get("model_type") != "qwen2"):
         return
     if type(width) is not int or width < 1:
         reader.wrong("sliding_window", "a positive whole number", width, "window")
