@@ -14,8 +14,8 @@ from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches
 from attnserve._caching.creation import Making
 from attnserve._caching.plans import CacheState, CacheStates
-from attnserve._errors import OverloadedError, UnavailableError
-from attnserve._health import LIVENESS, READINESS
+from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
 from attnserve._requests import arguments, cache_requests
@@ -206,6 +206,20 @@ class AsyncClient:
     async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
         """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return await self._calls.ask(LIVENESS, timeout)
+
+    async def wait_until_ready(self, *, timeout: float | None = 60.0) -> None:
+        """Waits until the server takes requests, whether it has started or not. Arguments and errors as for
+        `Client.wait_until_ready`.
+        """
+        patience = Patience(checked_timeout(timeout))
+        while True:
+            failure = None
+            try:
+                if await self.is_ready(timeout=patience.left):
+                    return
+            except (UnavailableError, DeadlineExceededError) as error:
+                failure = error
+            await asyncio.sleep(patience.pause(failure))
 
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""

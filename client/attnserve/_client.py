@@ -6,6 +6,7 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
@@ -14,8 +15,8 @@ from attnserve._caching import plans
 from attnserve._caching.caches import Cache, Caches
 from attnserve._caching.creation import Making
 from attnserve._caching.plans import CacheState, CacheStates
-from attnserve._errors import OverloadedError, UnavailableError
-from attnserve._health import LIVENESS, READINESS
+from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
 from attnserve._requests import arguments, cache_requests
@@ -336,6 +337,21 @@ class Client:
     def is_alive(self, *, timeout: float | None = 60.0) -> bool:
         """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return self._calls.ask(LIVENESS, timeout)
+
+    def wait_until_ready(self, *, timeout: float | None = 60.0) -> None:
+        """Waits for a server that may not have started yet, or drains: until it takes requests. `timeout` in seconds;
+        None for no limit. Raises DeadlineExceededError if it is not ready by then, and whatever else `is_ready` does
+        but for UnavailableError.
+        """
+        patience = Patience(checked_timeout(timeout))
+        while True:
+            failure = None
+            try:
+                if self.is_ready(timeout=patience.left):
+                    return
+            except (UnavailableError, DeadlineExceededError) as error:
+                failure = error
+            time.sleep(patience.pause(failure))
 
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`. Do not call it in a signal handler, which

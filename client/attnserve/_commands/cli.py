@@ -176,7 +176,10 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
     health.add_argument("--live", action="store_true", help="check whether it is alive, ready or not")
     health.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait for an answer (%(default)s)"
+    )
+    health.add_argument(
+        "--wait", type=_seconds, metavar="SECONDS", help="wait so long until it is ready, whether it runs yet or not"
     )
     add_flags(health)
     health.set_defaults(run=_health)
@@ -202,6 +205,8 @@ def _health(parsed: argparse.Namespace) -> int:
         return 2
     try:
         with client:
+            if parsed.wait is not None:
+                client.wait_until_ready(timeout=parsed.wait)
             ask = client.is_alive if parsed.live else client.is_ready
             well = ask(timeout=parsed.timeout)
     except AttnServeError as error:
