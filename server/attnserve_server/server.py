@@ -139,6 +139,7 @@ class Server:
                 "seconds": config.max_queue_time,
             },
         )
+        self.metrics.watch_callers(admission.bytes_of_callers)
         worker = self.engine.worker
         self.metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, self.device.memory)
         self.metrics.watch_state(self.health)

@@ -10,7 +10,7 @@ these were measured, five of the histograms, those of the phases, are filled tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -180,7 +180,8 @@ class Metrics:
 
         # Callers, by the names that the operator gave them
         self.usage = UsageByCaller()
-        registry.register(scraped.Callers(self.usage))
+        self._callers = scraped.Callers(self.usage)
+        registry.register(self._callers)
 
         # The process
         Info(
@@ -293,6 +294,10 @@ class Metrics:
         for bound, limit in limits.items():
             if limit:
                 self._in_flight_limit.labels(bound).set(limit)
+
+    def watch_callers(self, in_flight_bytes: Callable[[], Mapping[Hashable, int]]) -> None:
+        """Says where it is read what every caller has in flight: by its name, or by anything else if it has none."""
+        self._callers.in_flight_bytes = in_flight_bytes
 
     def watch_device(
         self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]
