@@ -65,6 +65,7 @@ REJECTIONS: Final = (
     "cache_bytes",
     "caches",
     "caller_streams",
+    "unread",
 )
 CANCELLATIONS: Final = ("cancelled", "deadline")
 
@@ -111,7 +112,7 @@ class Metrics:
             "attnserve_rejected_requests_total",
             "Requests, streams and new caches refused at the door: by the bound that they would have passed, because "
             "their caller had its share of one, because their deadline was out of reach, or because the server was "
-            "draining or its device had failed.",
+            "draining or its device had failed; and streams and unary calls ended because their replies were unread.",
             registry,
             "reason",
         )

@@ -137,6 +137,14 @@ class Config:
         "The most streams that one caller may have open. Callers without a name are counted by connection, and all "
         "those on a unix socket together.",
     )
+    # Long enough for a network that fails over, or a process that is moved.
+    max_unread_time: float = _setting(
+        kinds.DURATION,
+        30.0,
+        "How long gRPC may take to send a reply, plus a second for each MiB of it, or for each 8 MiB of all that is "
+        "being sent on its connection. Then its caller does not read: its stream ends, or the connection is closed, "
+        "and what is held for it is let go. 0: for ever.",
+    )
     # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(
         kinds.DURATION,
