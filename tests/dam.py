@@ -66,9 +66,11 @@ class Dam:
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):  # either end has closed
+            is_reply = source.getpeername() == self._server
             while data := source.recv(CHUNK):
-                if source.getpeername() == self._server:
+                if is_reply:
                     self._flows.wait()
                 sink.sendall(data)
+        with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
         self._callers.discard(source)

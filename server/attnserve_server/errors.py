@@ -9,6 +9,7 @@
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
     │   ├── TooManyStreams
     │   └── ShareExceeded
+    ├── RepliesUnread        RESOURCE_EXHAUSTED   ErrorInfo
     ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
     ├── DeadlineUnreachable  DEADLINE_EXCEEDED    ErrorInfo
@@ -269,6 +270,23 @@ class TooManyStreams(Overloaded):
         )
         self.bound = "caller_streams"
         self.retry_delay = 1.0
+
+
+class RepliesUnread(RequestError):
+    """The end of a stream, or of a unary call with its connection, whose caller does not take its replies."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(
+            f"a reply of {size} bytes was not read within {seconds:.3g} s; what is held for its caller is given up",
+            "REPLIES_UNREAD",
+        )
+
+    @property
+    def rejection(self) -> str:
+        """Its label in the metrics, though it was not refused at the door."""
+        return "unread"
 
 
 class DeadlineExceeded(RequestError):

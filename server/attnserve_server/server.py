@@ -48,6 +48,7 @@ from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import SERVICE_NAME, AttentionService, Read
 from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -139,6 +140,7 @@ class Server:
                 "seconds": config.max_queue_time,
             },
         )
+        self.metrics.watch_callers(admission.bytes_of_callers)
         worker = self.engine.worker
         self.metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, self.device.memory)
         self.metrics.watch_state(self.health)
@@ -169,6 +171,9 @@ class Server:
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
         )
+        unread = None
+        if config.max_unread_time:
+            unread = UnreadReplies(config.max_unread_time, self.metrics, callers, rpcs.refusals)
         fast_path = None
         if self.device.messages is not None and config.inline_flops:
             fast_path = FastPath(
@@ -191,6 +196,7 @@ class Server:
             config.max_caller_streams,
             stream_life,
             fast_path,
+            unread,
         )
         self._layer_service = LayerService(
             self.registry, rpcs, self.engine.check_open, administration=config.layer_administration

@@ -124,7 +124,7 @@ async def test_it_may_lack_room_for_what_it_meets(bench: Bench, bound: str) -> N
     assert refused
     assert {outcome.bound for outcome in refused} == {bound}
     assert all(isinstance(outcome, Overloaded | Outcome) for outcome in outcomes)
-    bench.admission.computed("another", 10 * many[0])
+    bench.admission.computed("another", 10 * many[1], 10 * many[0])
     bench.admission.release("another", 10 * many[1])
     assert cache.length(0) == 300 + len(readers) - len(refused)
     await bench.check(bench.attend(cache), (0, 300), *((n, 1) for n in range(3) if outcomes[n] not in refused))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import calls
@@ -191,6 +191,30 @@ def test_what_callers_had_is_counted_by_their_names(metrics: Metrics) -> None:
     metrics.usage.of("search").rejected += 1
     assert read("anonymous") == [1, 16, 1000, 0]
     assert read("search") == [2, 3, 300, 1]
+
+
+def test_what_callers_have_in_flight_is_read_by_their_names(metrics: Metrics) -> None:
+    def read() -> dict[str, float]:
+        (family,) = (
+            family
+            for family in parse_text(generate_latest(metrics.registry).decode())
+            if family.name == "attnserve_caller_in_flight_bytes"
+        )
+        return {sample.labels["caller"]: sample.value for sample in family.samples}
+
+    assert read() == {"anonymous": 0}
+    held: dict[Hashable, int] = {"ipv4:192.0.2.1:1": 100, "ipv4:192.0.2.1:2": 20}
+    metrics.watch_callers(lambda: held)
+    assert read() == {"anonymous": 120}
+    held.clear()
+    for number in range(MAX_CALLERS + 5):
+        metrics.usage.of(f"caller-{number}")
+        held[f"caller-{number}"] = 1 + number
+    del held["caller-3"]
+    found = read()
+    assert len(found) == MAX_CALLERS + 2
+    assert (found["anonymous"], found["caller-2"], found["caller-3"]) == (0, 3, 0)
+    assert found["other"] == sum(range(MAX_CALLERS + 1, MAX_CALLERS + 6))
 
 
 def test_callers_beyond_a_bound_are_one(metrics: Metrics) -> None:

@@ -19,6 +19,7 @@ from attnserve_server.scheduling.admission import (
     MAX_RETRY_DELAY,
     MIN_RETRY_DELAY,
     SHARE,
+    UNREAD_RETRY_DELAY,
     Admission,
 )
 
@@ -46,7 +47,7 @@ def test_room_comes_back_in_two_steps() -> None:
     admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
     admission.admit(ME, 100, 1000)
     assert admission.seconds > 0
-    admission.computed(ME, 1000)
+    admission.computed(ME, 100, 1000)
     assert (*counts(admission), admission.seconds) == (1, 100, 0, 0.0)
     assert refused(admission, 1, 1).bound == "requests"
     admission.release(ME, 100)
@@ -130,7 +131,7 @@ class Waiting:
         """Computes and answers the first until so many wait."""
         while len(self._waiting) > count:
             caller = self._waiting.popleft()
-            self.admission.computed(caller, 10**9)
+            self.admission.computed(caller, 1, 10**9)
             self.admission.release(caller, 1)
 
 
@@ -205,7 +206,7 @@ def test_two_that_want_everything_get_the_same_whoever_was_there_first() -> None
     for _ in range(1000):
         for caller in (ME, OTHER):
             flood(admission, caller, 1, 1)
-            admission.computed(caller, 1)  # both are served equally
+            admission.computed(caller, 1, 1)  # both are served equally
             admission.release(caller, 1)
     mine, others = (admission._callers[caller].requests for caller in (ME, OTHER))
     assert mine == pytest.approx(others, abs=5)
@@ -218,6 +219,23 @@ def test_the_delay_of_who_has_its_share_is_that_of_its_own_requests() -> None:
     assert isinstance(error, ShareExceeded)
     own = admission._callers[ME].waiting * 0.01
     assert error.retry_delay == pytest.approx(2 * own / 2, rel=0.05)  # two callers
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_where_bytes_are_those_of_replies_the_delay_is_not_that_of_computing(share: bool) -> None:
+    """Nothing tells how long callers take to read, and asking again in 5 ms would not help."""
+    admission = Admission(10, 100, 10**9)
+    admission.admit(ME, 90, 1)
+    size = 1 if share else 20
+    assert refused(admission, size, 1).retry_delay == MIN_RETRY_DELAY, "it may be answered soon"
+    admission.computed(ME, 90, 1)
+    admission.admit(OTHER, 1, 1)
+    error = refused(admission, size, 1)
+    assert (error.bound, error.retry_delay) == ("bytes", UNREAD_RETRY_DELAY)
+    assert isinstance(error, ShareExceeded) is share
+    admission.again(ME, 90, 1, "")
+    assert refused(admission, size, 1).retry_delay == MIN_RETRY_DELAY
+    assert admission.bytes_of_callers() == {ME: 90, OTHER: 1}
 
 
 def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
@@ -247,9 +265,10 @@ def test_what_costs_something_else_after_all_is_counted_anew() -> None:
             admission.recount(ME, (20, 200), now, reply)
     assert counts(admission) == (2, 30, 300)
     for caller, size, flops in ((ME, 20, 200), (OTHER, 10, 100)):
-        admission.computed(caller, flops)
+        admission.computed(caller, size, flops)
         admission.release(caller, size)
     assert counts(admission) == (0, 0, 0)
+    assert admission._everybody.waiting_bytes == 0
     assert admission._callers == {}
 
 
@@ -257,7 +276,7 @@ def test_nothing_is_kept_of_callers_who_have_gone() -> None:
     admission = Admission(10, 100, 10**9)
     for caller in range(1000):
         admission.admit(caller, 1, 1)
-        admission.computed(caller, 1)
+        admission.computed(caller, 1, 1)
         admission.release(caller, 1)
     assert admission._callers == {}
 
@@ -269,7 +288,7 @@ def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[in
     inside: list[tuple[str, int, int]] = []
 
     def out(caller: str, size: int, flops: int) -> None:
-        admission.computed(caller, flops)
+        admission.computed(caller, size, flops)
         admission.release(caller, size)
 
     for number, (size, flops, leave) in enumerate(requests):

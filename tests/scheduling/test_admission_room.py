@@ -25,12 +25,12 @@ def test_where_there_is_room_for_several_each_of_them_is_admitted(
     for caller, size in before:
         with suppress(Overloaded):
             admission.admit(caller, size, 1)
-            admission.computed(caller, 1)
+            admission.computed(caller, size, 1)
     assume(admission.has_room_for(ME, sum(sizes), len(sizes)))
     requests, held = admission.requests, admission.bytes
     for size in sizes:
         admission.admit(ME, size, 1)
-        admission.computed(ME, 1)
+        admission.computed(ME, size, 1)
         admission.release(ME, size)
         admission.admit_computed(ME, size, 1)
     assert (admission.requests, admission.bytes) == (requests + len(sizes), held + sum(sizes))
@@ -51,7 +51,7 @@ def test_there_is_no_room_for_several_while_something_waits_or_was_refused() -> 
     admission = Admission(max_requests=4, max_bytes=1000, max_flops=1000)
     admission.admit(OTHER, 10, 10)
     assert not admission.has_room_for(ME, 10, 1)
-    admission.computed(OTHER, 10)
+    admission.computed(OTHER, 10, 10)
     assert admission.has_room_for(ME, 10, 1)
     with pytest.raises(Overloaded):
         admission.check(ME, 1000)

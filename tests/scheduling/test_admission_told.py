@@ -63,7 +63,7 @@ class Life:
             return self._refused(lambda: self.admission.check(caller, size))
         if what == "computed" and self.waiting:
             other, held, cost, its_kind = self.waiting.pop(size % len(self.waiting))
-            self.admission.computed(other, cost, its_kind)
+            self.admission.computed(other, held, cost, its_kind)
             self.computed.append((other, held))
         elif what == "release" and self.computed:
             self.admission.release(*self.computed.pop(size % len(self.computed)))
@@ -130,10 +130,10 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
 @pytest.mark.parametrize(
     "change",
     [
-        lambda admission: admission.computed(ME, 10**9),
+        lambda admission: admission.computed(ME, 1, 10**9),
         lambda admission: admission.release(ME, 1),
         lambda admission: admission.recount(ME, (1, 10**9), (2, 2 * 10**9), 0),
-        lambda admission: admission.again(ME, 10**9, ""),
+        lambda admission: admission.again(ME, 1, 10**9, ""),
         lambda admission: admission.admit(OTHER, 1, 10**9),
         lambda admission: at(10**9, 0.01)(admission),
         lambda admission: admission.pace.formed(0.01),

@@ -13,7 +13,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
-from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.rpcs import Received, Rpcs
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.scheduling.entry import Outcome
 
@@ -93,7 +93,10 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
-        service._answer(anybody("here"), lambda _, *part: messages.read_request(*part), message, perf_counter(), None)
+        service._answer(
+            lambda _, *part: messages.read_request(*part),
+            Received(anybody("here"), message, perf_counter(), None, None),
+        )
     )
     await asyncio.sleep(0)  # it has been submitted, and the engine's step is due in the next turn of the event loop
     asyncio.get_running_loop().call_soon(task.cancel)

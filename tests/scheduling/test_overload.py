@@ -134,7 +134,7 @@ class Simulation:
     def _work_until(self, now: float) -> None:
         while self._running and self._end <= now:
             for entry in self._running:
-                self.admission.computed(entry.caller, entry.cost)
+                self.admission.computed(entry.caller, 1, entry.cost)
                 self.admission.release(entry.caller, entry.received_bytes)
                 done = Computed(entry.arrival, self._end - entry.arrival, entry.cost)
                 self.seen.computed[entry.caller].append(done)

@@ -10,7 +10,7 @@ these were measured, five of the histograms, those of the phases, are filled tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -65,6 +65,7 @@ REJECTIONS: Final = (
     "cache_bytes",
     "caches",
     "caller_streams",
+    "unread",
 )
 CANCELLATIONS: Final = ("cancelled", "deadline")
 
@@ -112,7 +113,7 @@ class Metrics:
             "attnserve_rejected_requests_total",
             "Requests, streams and new caches refused at the door: by the bound that they would have passed, because "
             "their caller had its share of one, because their deadline was out of reach, or because the server was "
-            "draining or its device had failed.",
+            "draining or its device had failed; and streams and unary calls ended because their replies were unread.",
             registry,
             "reason",
         )
@@ -181,7 +182,8 @@ class Metrics:
 
         # Callers, by the names that the operator gave them
         self.usage = UsageByCaller()
-        registry.register(scraped.Callers(self.usage))
+        self._callers = scraped.Callers(self.usage)
+        registry.register(self._callers)
 
         # The process
         Info(
@@ -301,6 +303,10 @@ class Metrics:
         for bound, limit in limits.items():
             if limit:
                 self._in_flight_limit.labels(bound).set(limit)
+
+    def watch_callers(self, in_flight_bytes: Callable[[], Mapping[Hashable, int]]) -> None:
+        """Says where it is read what every caller has in flight: by its name, or by anything else if it has none."""
+        self._callers.in_flight_bytes = in_flight_bytes
 
     def watch_device(
         self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]

@@ -5,12 +5,13 @@ In: what can be read. Out: collectors for the registry of `metrics`; what is sai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from attnserve_server.observability.health import State as HealthState
+from attnserve_server.observability.usage import ANONYMOUS, OTHER
 
 if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
@@ -147,10 +148,12 @@ class Log:
 
 
 class Callers:
-    """What each caller has used."""
+    """What each caller has used, and what it has in flight."""
 
     def __init__(self, usage: UsageByCaller) -> None:
         self._usage = usage
+        self.in_flight_bytes: Callable[[], Mapping[Hashable, int]] = dict
+        """Reads what every caller has in flight: by its name, or by anything else if it has none."""
 
     def collect(self) -> Iterable[Metric]:
         families = [
@@ -170,7 +173,23 @@ class Callers:
                 families, (usage.requests, usage.query_tokens, usage.flops, usage.rejected), strict=True
             ):
                 family.add_metric([caller], count)
-        return families
+        return [*families, self._in_flight()]
+
+    def _in_flight(self) -> Metric:
+        family = GaugeMetricFamily(
+            "attnserve_caller_in_flight_bytes",
+            "Bytes of a caller's requests and replies admitted and not yet answered, or not yet read.",
+            labels=["caller"],
+        )
+        of_callers = dict(self.in_flight_bytes())
+        known = [name for name, _ in self._usage.items()]
+        names = [name for name in known if name not in (ANONYMOUS, OTHER)]
+        sizes = {name: of_callers.pop(name, 0) for name in names}
+        # Either all callers have names or none has.
+        sizes[OTHER if names else ANONYMOUS] = sum(of_callers.values())
+        for name in known:
+            family.add_metric([name], sizes.get(name, 0))
+        return family
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()

@@ -14,11 +14,12 @@ from grpc import aio
 
 from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.errors import Cancelled
+from attnserve_server.errors import Cancelled, RepliesUnread
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.eager import EagerCoroutine
+from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Held
+from attnserve_server.scheduling.entry import Held, Sending
 
 MAX_JOINED_BYTES: Final = 1 << 20
 """Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
@@ -41,10 +42,19 @@ CLOSING: Final = Unsent([_PLEASE_CLOSE], len(_PLEASE_CLOSE), None, replies=0)
 class Outbox:
     """The replies that are ready, and how they are written."""
 
-    def __init__(self, context: aio.ServicerContext[bytes, bytes], engine: Engine, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        context: aio.ServicerContext[bytes, bytes],
+        engine: Engine,
+        metrics: Metrics,
+        unread: UnreadReplies | None = None,
+    ) -> None:
         self._context = context
         self._engine = engine
         self._metrics = metrics
+        self._unread = unread
+        self._peer = "" if unread is None else context.peer()
+        self._late = False
         self._unsent: deque[Unsent] = deque()
         self._writing: EagerCoroutine | None = None
         self._write_due: asyncio.Handle | None = None
@@ -57,7 +67,9 @@ class Outbox:
         self.progress = asyncio.Event()
         """Set whenever something has been sent."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the exception if writing fails: Cancelled if the caller has left."""
+        """Gets the exception if writing fails: Cancelled if the caller has left, RepliesUnread if it does not read."""
+        self.kept: list[Held] = []
+        """After RepliesUnread and `close`: what admission counts for the message that gRPC still has."""
 
     def put(self, unsent: Unsent) -> None:
         """Takes a reply, to be written soon."""
@@ -89,7 +101,7 @@ class Outbox:
         self._write_soon()
 
     def close(self) -> None:
-        """Writes no more, and releases all that is unsent."""
+        """Writes no more, and releases all that is unsent, except what is `kept`."""
         self._closed = True
         self._engine.release(*[unsent.held for unsent in self._unsent if unsent.held is not None])
         self._unsent.clear()
@@ -107,16 +119,29 @@ class Outbox:
         try:
             while self._unsent:
                 unsent, size = self._next()
+                sending = None if self._unread is None else self._unread.begin(self._peer, size, self._is_late)
                 try:
                     await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
                     self._metrics.sent(size)
                 finally:
                     self.bytes -= size
-                    self._engine.release(*[each.held for each in unsent if each.held is not None])
+                    held = [each.held for each in unsent if each.held is not None]
+                    if self._late:
+                        self.kept += [Sending(each.caller, each.requests, each.size) for each in held]
+                    else:
+                        self._engine.release(*held)
+                    if self._unread is not None and sending is not None:
+                        self._unread.end(sending)
+                    del held
                     del unsent  # a request keeps its layer alive
                     self.progress.set()
         except aio.InternalError:
             raise Cancelled from None
+
+    def _is_late(self, error: RepliesUnread) -> None:
+        if not self.broken.done():
+            self._late = True
+            self.broken.set_exception(error)
 
     def _written(self, writing: EagerCoroutine) -> None:
         self._writing = None

@@ -26,6 +26,7 @@ from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Held, Outcome, Sending
 
@@ -53,6 +54,7 @@ class AttentionService:
         max_caller_streams: int = 1024,
         stream_life: StreamLife | None = None,
         fast_path: FastPath | None = None,
+        unread: UnreadReplies | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -65,6 +67,7 @@ class AttentionService:
         self._open_streams = OpenStreams(max_caller_streams)
         self._stream_life = stream_life
         self._fast_path = fast_path
+        self._unread = unread
         self._streams: set[CallStream] = set()
 
     def register(self, server: aio.Server) -> None:
@@ -90,7 +93,8 @@ class AttentionService:
 
     def handler(self, operation: str, read: Read) -> Handler:
         """The handler of a unary RPC whose requests go through the engine."""
-        return self._rpcs.unary(operation, self._admit, partial(self._answer, read), self._tracing)
+        handler = self._rpcs.unary(operation, self._admit, partial(self._answer, read), self._tracing)
+        return handler if self._unread is None else self._unread.watched(operation, handler)
 
     def _admit(self, caller: Caller) -> None:
         """Raises RequestError for one who may not use the service, or for whom there is no room."""
@@ -183,6 +187,7 @@ class AttentionService:
             self._tracing,
             self._rpcs.refusals,
             self._fast_path,
+            self._unread,
         )
         self._streams.add(stream)
         retirement = None if self._stream_life is None else self._stream_life.begin(stream)

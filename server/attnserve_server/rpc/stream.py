@@ -23,6 +23,7 @@ from attnserve_server.errors import (
     InvalidRequest,
     Malformed,
     Overloaded,
+    RepliesUnread,
     RequestError,
     error_for_caller,
 )
@@ -34,6 +35,8 @@ from attnserve_server.requests.work import Work
 from attnserve_server.rpc.calls import LABELS, Call, read_message
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
+from attnserve_server.rpc.rpcs import when_sent
+from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
@@ -63,6 +66,7 @@ class CallStream:
         tracing: Tracing | None = None,
         refusals: Refusals | None = None,
         fast_path: FastPath | None = None,
+        unread: UnreadReplies | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -81,7 +85,8 @@ class CallStream:
         self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
-        self._outbox = Outbox(context, engine, metrics)
+        self._unread = unread
+        self._outbox = Outbox(context, engine, metrics, unread)
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
         self._ended = False
@@ -89,7 +94,11 @@ class CallStream:
         self._retiring: asyncio.TimerHandle | None = None
 
     async def serve(self) -> None:
-        """Serves the stream to its end. Raises RequestError if the caller sends a malformed message."""
+        """Serves the stream to its end. Raises RequestError if the caller sends a malformed message, or does not read
+        its replies.
+        """
+        if self._unread is not None:
+            await self._begin()
         self._reader = asyncio.create_task(self._read())
         if self._ended:
             self._reader.cancel()
@@ -99,6 +108,10 @@ class CallStream:
             if self._outbox.broken.done():
                 self._outbox.broken.result()
             whole.result()
+        except RepliesUnread:
+            if self._unread is not None:
+                self._unread.bid_farewell(self._context.peer())
+            raise
         finally:
             self._gone = True
             if self._retiring is not None:
@@ -106,10 +119,21 @@ class CallStream:
             self._engine.cancel(self._in_flight.values())
             self._in_flight.clear()  # a reference cycle would keep messages until garbage collection
             self._outbox.close()
+            if kept := self._outbox.kept:
+                when_sent(partial(self._engine.release, *kept))
             tasks = (whole, self._reader)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, self._outbox.broken, return_exceptions=True)
+
+    async def _begin(self) -> None:
+        """Sends gRPC's headers. They would go with the first reply, and without them an error could not follow it while
+        it is being sent.
+        """
+        try:
+            await self._context.send_initial_metadata(())
+        except aio.InternalError:
+            raise Cancelled from None
 
     @property
     def _unanswered(self) -> int:

@@ -17,6 +17,10 @@ from attnserve_server.scheduling.pace import Amount, Pace
 
 MIN_RETRY_DELAY: Final = 0.005
 MAX_RETRY_DELAY: Final = 10.0
+UNREAD_RETRY_DELAY: Final = 1.0
+"""The shortest delay told where most bytes are those of replies that wait for their callers to read them: how long that
+takes is not known.
+"""
 
 SHARE: Final = 8
 """A caller may have this many times what is left of a bound: eight ninths of the bound if it is alone, and eight
@@ -31,11 +35,12 @@ ALWAYS_BATCHES: Final = 2
 
 @dataclass(slots=True)
 class Usage:
-    """What is in flight: requests and bytes until the reply is sent; requests not computed yet, and their FLOPs."""
+    """What is in flight: requests and bytes until the reply is sent; those not computed yet, and their FLOPs."""
 
     requests: int = 0
     bytes: int = 0
     waiting: int = 0
+    waiting_bytes: int = 0
     flops: int = 0
     work: Amount = field(default_factory=Amount)
     """The requests not computed yet, by kind."""
@@ -97,6 +102,10 @@ class Admission:
     def flops(self) -> int:
         """The FLOPs of the requests not computed yet."""
         return self._everybody.flops
+
+    def bytes_of_callers(self) -> dict[Hashable, int]:
+        """The bytes in flight of every caller that has any requests in flight."""
+        return {caller: usage.bytes for caller, usage in self._callers.items()}
 
     @property
     def seconds(self) -> float:
@@ -183,6 +192,7 @@ class Admission:
             usage.requests += 1
             usage.bytes += size
             usage.waiting += 1
+            usage.waiting_bytes += size
             usage.flops += flops
             usage.work.add(kind, flops)
 
@@ -235,23 +245,26 @@ class Admission:
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.bytes += size
+            usage.waiting_bytes += size
             usage.flops += flops
             usage.work.remove(kind, before[1])
             usage.work.add(kind, now[1])
 
-    def computed(self, caller: Hashable, flops: int, kind: str = "") -> None:
-        """Counts out the FLOPs of a request that has been computed, or will not be."""
+    def computed(self, caller: Hashable, size: int, flops: int, kind: str = "") -> None:
+        """Counts out the FLOPs of a request that has been computed, or will not be; its bytes no longer wait."""
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting -= 1
+            usage.waiting_bytes -= size
             usage.flops -= flops
             usage.work.remove(kind, flops)
 
-    def again(self, caller: Hashable, flops: int, kind: str) -> None:
+    def again(self, caller: Hashable, size: int, flops: int, kind: str) -> None:
         """Counts in the FLOPs of a request that is to be computed once more. It is still admitted."""
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.waiting += 1
+            usage.waiting_bytes += size
             usage.flops += flops
             usage.work.add(kind, flops)
 
@@ -279,16 +292,20 @@ class Admission:
 
     def _full(self, bound: str, limit: float) -> Overloaded:
         self._stands = True
-        return Overloaded(bound, limit, self._delay(self._everybody))
+        return Overloaded(bound, limit, self._delay(bound, self._everybody))
 
     def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
         self._stands = True
-        return ShareExceeded(bound, limit, self._delay(own, len(self._callers)))
+        return ShareExceeded(bound, limit, self._delay(bound, own, len(self._callers)))
 
-    def _delay(self, usage: Usage, callers: int = 1) -> float:
-        """Seconds until half of that should be computed, where that many callers share the device."""
+    def _delay(self, bound: str, usage: Usage, callers: int = 1) -> float:
+        """Seconds until half of that should be computed, where that many callers share the device. Computing makes no
+        room for bytes of which most are those of replies.
+        """
         seconds = self.pace.seconds(usage.work) * callers
-        return _rounded(min(max(seconds / 2, MIN_RETRY_DELAY), MAX_RETRY_DELAY))
+        unread = bound == "bytes" and 2 * usage.waiting_bytes < usage.bytes
+        least = UNREAD_RETRY_DELAY if unread else MIN_RETRY_DELAY
+        return _rounded(min(max(seconds / 2, least), MAX_RETRY_DELAY))
 
 
 def _rounded(seconds: float) -> float:

@@ -295,7 +295,7 @@ class Engine:
         batch, begin, now = run.batch, run.begin, perf_counter()
         since = self.worker.free(run, now)
         for entry in batch.entries:
-            self._admission.computed(entry.caller, entry.cost, entry.kind)
+            self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
         if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of a failure says nothing
             # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests

@@ -43,7 +43,7 @@ class PendingRequests:
             try:
                 entry.request.enter()
             except Exception:
-                self._admission.computed(entry.caller, entry.cost, entry.kind)
+                self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
                 self._admission.release(entry.caller, entry.size)
                 raise
             if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
@@ -56,7 +56,7 @@ class PendingRequests:
         """
         entry.request = request
         entry.kind, entry.cost = request.kind, request.cost
-        self._admission.again(entry.caller, entry.cost, entry.kind)
+        self._admission.again(entry.caller, entry.size, entry.cost, entry.kind)
         self._queue.push(entry)
 
     def cancel(self, entries: Iterable[Entry]) -> bool:
@@ -88,7 +88,7 @@ class PendingRequests:
                 entry.request.begin()
                 self._recount(batch, entry)
             except Exception as error:
-                self._admission.computed(entry.caller, entry.cost, entry.kind)
+                self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
                 batch.cost -= entry.cost
                 batch.work.remove(entry.kind, entry.cost)
                 self.leave(entry)
@@ -112,7 +112,7 @@ class PendingRequests:
     def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
         """Replies to entries that will not run, because nobody waits for them."""
         for entry in entries:
-            self._admission.computed(entry.caller, entry.cost, entry.kind)
+            self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
             self._metrics.cancelled(reason)
             self.leave(entry)
             self._delivery.reply(entry, error())

@@ -102,8 +102,8 @@ class Config:
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests that have arrived, and of their replies. Memory in flight is up to three times "
-        "that where requests are tens of megabytes each.",
+        "The most bytes of requests that have arrived, and of their replies. Memory in flight has been up to 4.2 times "
+        "that where replies are tens of megabytes each, and more where this is less than a few of them.",
     )
     # Whatever is admitted adds to the wait: this divided by the device's speed is the longest queue. 2e13 is 20 s of a
     # large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some
@@ -136,6 +136,14 @@ class Config:
         1024,
         "The most streams that one caller may have open. Callers without a name are counted by connection, and all "
         "those on a unix socket together.",
+    )
+    # Long enough for a network that fails over, or a process that is moved.
+    max_unread_time: float = _setting(
+        kinds.DURATION,
+        30.0,
+        "How long gRPC may take to send a reply, plus a second for each MiB of it, or for each 8 MiB of all that is "
+        "being sent on its connection. Then its caller does not read: its stream ends, or the connection is closed, "
+        "and what is held for it is let go. 0: for ever.",
     )
     # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(

@@ -1,0 +1,173 @@
+"""Replies that their callers do not take: how long one may be on its way, and what becomes of it then.
+
+In: replies, when gRPC begins to send them and when it has. Out: a call for each that takes too long; a unary call ends
+with its connection. gRPC sends no more of a reply than its caller allows (HTTP/2 flow control), and keeps the rest in
+memory until the caller has taken it or the connection ends: nothing else lets go of a message that is being sent.
+
+A reply may take the configured time, and as long as the slowest links need: a second for each MiB of it, or, if that is
+more, for each 8 MiB of all that is being sent on its connection, whose replies take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from attnserve_server.access.callers import Callers
+from attnserve_server.errors import RepliesUnread, RequestError
+from attnserve_server.host.connections import disconnect
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.refusals import Refusals, request_id_of
+
+logger = logging.getLogger(__name__)
+
+REPLY_BYTES_PER_SECOND: Final = 1 << 20
+"""How fast a reply must be taken at least, once it is late."""
+CONNECTION_BYTES_PER_SECOND: Final = 8 << 20
+"""The same for all replies that are being sent on a connection: where there are many, each takes longer."""
+FAREWELL_S: Final = 5.0
+"""How long a stream that has ended may take to be told so. That comes after the reply that is being sent, so only those
+learn it who are slow; the connection of others is closed."""
+LOOKS: Final = 8
+"""How often within the configured time replies are looked at, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """A reply that is being sent."""
+
+    peer: str
+    """The connection, as gRPC names its other end."""
+    size: int
+    begin: float
+    """Seconds of the loop's clock."""
+    late: Callable[[RepliesUnread], object]
+    """Called once if it takes too long."""
+    call: asyncio.Task[Any] | None
+    """The handler's task of a unary call."""
+
+
+class UnreadReplies:
+    """All replies that are being sent, and how long they may take, in seconds."""
+
+    def __init__(self, max_time: float, metrics: Metrics, callers: Callers, refusals: Refusals) -> None:
+        self._max_time = max_time
+        self._metrics = metrics
+        self._callers = callers
+        self._refusals = refusals
+        self._loop = asyncio.get_running_loop()
+        self._sending: dict[Sending, None] = {}
+        self._next_look: asyncio.TimerHandle | None = None
+        self._leaving: dict[asyncio.Task[Any], str] = {}
+        """The tasks of RPCs that are to end, by themselves or with their connection."""
+
+    def begin(
+        self,
+        peer: str,
+        size: int,
+        late: Callable[[RepliesUnread], object],
+        call: asyncio.Task[Any] | None = None,
+    ) -> Sending:
+        """A reply of `size` bytes begins to be sent; the arguments are those of `Sending`."""
+        sending = Sending(peer, size, self._loop.time(), late, call)
+        self._sending[sending] = None
+        if self._next_look is None:
+            self._next_look = self._loop.call_later(self._max_time, self._look)
+        return sending
+
+    def end(self, sending: Sending) -> None:
+        """A reply has been sent, or never will be."""
+        self._sending.pop(sending, None)
+
+    def watched(
+        self, operation: str, handler: grpc.RpcMethodHandler[bytes, bytes]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """A handler of unary RPCs (which takes a stream of messages) whose replies are looked after."""
+        answer: Any = handler.stream_unary
+
+        async def handle(messages: object, context: aio.ServicerContext[bytes, bytes]) -> bytes:
+            reply: bytes = await answer(messages, context)
+            task = asyncio.current_task()
+            assert task is not None
+            sending = self.begin(context.peer(), len(reply), partial(self._end_call, operation, context), task)
+            task.add_done_callback(lambda _: self.end(sending))  # when gRPC has sent it
+            return reply
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    def bid_farewell(self, peer: str) -> None:
+        """Has the RPC whose handler calls this end in time, if need be with its connection: it ends with an error that
+        is sent after a reply that is being sent, and is late.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._leaving[task] = peer
+
+        def cut_off() -> None:
+            if task in self._leaving:  # not if another stream has closed their connection
+                self._cut_off(peer)
+
+        timer = self._loop.call_later(FAREWELL_S, cut_off)
+
+        def left(task: asyncio.Task[Any]) -> None:
+            timer.cancel()
+            self._leaving.pop(task, None)
+
+        task.add_done_callback(left)
+
+    def _look(self) -> None:
+        """Ends what is late, and looks again when something else may be."""
+        now = self._loop.time()
+        of_connections: Counter[str] = Counter()
+        for sending in self._sending:
+            of_connections[sending.peer] += sending.size
+        late: list[Sending] = []
+        next_due = inf
+        for sending in self._sending:
+            due = sending.begin + self._max_time
+            if due <= now:
+                own, all_there = sending.size, of_connections[sending.peer]
+                due += max(own / REPLY_BYTES_PER_SECOND, all_there / CONNECTION_BYTES_PER_SECOND)
+                if due <= now:
+                    late.append(sending)
+                    continue
+            next_due = min(next_due, due)
+        for sending in late:
+            sending.late(RepliesUnread(sending.size, now - sending.begin))
+        for peer in dict.fromkeys([sending.peer for sending in late if sending.call is not None]):
+            self._cut_off(peer)
+        for sending in late:
+            self._sending.pop(sending, None)
+        soonest = now + self._max_time / LOOKS
+        self._next_look = self._loop.call_at(max(next_due, soonest), self._look) if self._sending else None
+
+    def _end_call(self, operation: str, context: aio.ServicerContext[bytes, bytes], error: RepliesUnread) -> None:
+        """Counts and logs a unary call that is late. Its caller is told nothing: its status is part of the reply."""
+        name = None
+        with suppress(RequestError):  # one whose token has been revoked since
+            name = self._callers.identify(context).name
+            self._metrics.usage.of(name).rejected += 1
+        self._metrics.rejected(error.rejection)
+        self._refusals.note(operation, error, lambda: request_id_of(context), name)
+
+    def _cut_off(self, peer: str) -> None:
+        """Closes a connection, and ends what is on it and does not end by itself: gRPC would log that as an error."""
+        if not disconnect(peer):
+            logger.warning("a connection whose caller does not read cannot be closed: %s", peer)
+            return
+        for task in [task for task, its_peer in self._leaving.items() if its_peer == peer]:
+            del self._leaving[task]
+            task.cancel()
+        for sending in self._sending:
+            if sending.peer == peer and sending.call is not None:
+                sending.call.cancel()
