@@ -15,6 +15,7 @@ class Connected:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.in_flight = 0
+        self.holds = False
         self.left = False
 
     def leave(self) -> None:

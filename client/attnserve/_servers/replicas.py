@@ -85,6 +85,10 @@ class Connection(Protocol):
     def in_flight(self) -> int:
         """How many calls the server has not answered."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether calls wait here until the server has room."""
+
     def leave(self) -> None:
         """Moves its calls to other servers, except those that have been sent or that only this server can answer."""
 
@@ -225,5 +229,5 @@ class Replicas(Generic[C]):
     @staticmethod
     def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, int, int]:
         replica = connection.replica
-        rests, is_full = replica.rests_until > now, replica.room.until > now
+        rests, is_full = replica.rests_until > now, replica.room.until > now or connection.holds
         return rests, replica.address == avoid, is_full, connection.in_flight, replica.used

@@ -26,6 +26,10 @@ class Stream(Protocol):
     def __len__(self) -> int:
         """How many calls are in flight."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether calls wait here until the server has room."""
+
     def leave(self) -> None:
         """Moves its unsent calls to other servers."""
 
@@ -120,6 +124,11 @@ class BaseConnection(ABC, Generic[S]):
     def in_flight(self) -> int:
         """How many calls the server has not answered."""
         return sum(map(len, self._streams)) + len(self.unary)
+
+    @property
+    def holds(self) -> bool:
+        """Whether calls wait here until the server has room."""
+        return any(stream.holds for stream in self._streams)
 
     def stream(self) -> S:
         """The stream with the fewest calls in flight."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, Generic, TypeVar
 
@@ -35,6 +35,7 @@ from attnserve._errors import (
 from attnserve._fields import Buffer, field_prefix, varint
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
+from attnserve._servers.room import LONGEST
 from attnserve._settings import retry
 from attnserve._settings.retry import room_after
 from attnserve._transports.in_flight import Call, Outcome
@@ -47,6 +48,9 @@ MESSAGE_BYTES: Final = 1 << 20
 
 MESSAGE_CALLS: Final = 1024
 """Maximum number of calls in a message, and of cancelled calls; servers state their own limit in `Limits`."""
+
+_BY_SIZE: Final = frozenset(("bytes", "flops"))
+"""Bounds for which a smaller call may have room."""
 
 # The fields of AttendStreamRequest and AttendStreamCall.
 _CANCEL: Final = 1
@@ -98,6 +102,11 @@ class Multiplexer(Generic[T]):
         return self._last_stream
 
     @property
+    def holds(self) -> bool:
+        """Whether calls wait here until the server has room."""
+        return bool(self._held)
+
+    @property
     def wants_stream(self) -> bool:
         """Whether there is something to send and no stream to send it on."""
         return not self._stream and bool(self._ready)
@@ -130,8 +139,8 @@ class Multiplexer(Generic[T]):
         """
         self._last_id += 1
         call.id = self._last_id
-        self._calls[call.id] = call
         refusal = self._no_room_for(call, now)
+        self._calls[call.id] = call
         if refusal is not None:
             self._refused.append((call, refusal))
             self.wakeup = now
@@ -150,7 +159,12 @@ class Multiplexer(Generic[T]):
             return None if refusal is None or self._policy.begun.take(now) else refusal
         if not self._held and self._window.passed(now):
             self._window.forget()
-        return self._window.hopeless(len(self._held) + self._unanswered, now, call.deadline)
+        waiting, unanswered = len(self._held), self._unanswered
+        if not waiting:
+            self._window.speed.begin(now, anew=not unanswered)
+            if self._window.room(unanswered) >= 1:
+                return None  # it is sent at once
+        return self._window.hopeless(waiting + unanswered, now, call.deadline)
 
     @property
     def _unanswered(self) -> int:
@@ -161,18 +175,26 @@ class Multiplexer(Generic[T]):
         """Keeps a call until the server has room for it."""
         self._held[call.id] = call
         heappush(self._order, (-call.priority, call.id))
+        if len(self._order) > 2 * len(self._held) + 64:  # most of them have gone
+            self._order = [(-each.priority, each.id) for each in self._held.values()]
+            heapify(self._order)
 
     def _release(self, now: float) -> None:
         """Makes those calls ready for which the server has room."""
-        room = self._window.room(self._unanswered, now) if self._held else 0
-        while room > 0 and self._held:
+        if not self._held:
+            return
+        room = self._window.room(self._unanswered)
+        if room < 1 and now >= self._window.asks:
+            self._window.asked(now)
+            room = 1
+        while room >= 1 and self._held:
             if (call := self._held.pop(heappop(self._order)[1], None)) is not None:
                 self._ready.append(call)
                 room -= 1
         if not self._held:
             self._order.clear()
-        if self._held and now < self._window.opens < self.wakeup:
-            self.wakeup = self._window.opens
+        else:
+            self.wakeup = min(self.wakeup, self._window.asks)
 
     def _forget(self, call: Call[T]) -> None:
         """Removes a call, wherever it is, from what has no outcome yet."""
@@ -186,10 +208,11 @@ class Multiplexer(Generic[T]):
         """
         if self._calls.get(call.id) is not call:
             return False
+        frees = call.id not in self._held and call.id not in self._waiting
         self._forget(call)
         self._refused = [(other, error) for other, error in self._refused if other is not call]
         self._retract(call)
-        if self._held:
+        if self._held and frees:
             self.wakeup = 0.0  # there may be room for another
         return True
 
@@ -239,6 +262,7 @@ class Multiplexer(Generic[T]):
         """
         outcomes: list[Outcome[T]] = []
         answered = 0
+        refused = False
         begin = self._opened if stream == self._stream else 0.0
         for reply in replies:
             call = self._calls.get(reply.id)
@@ -255,6 +279,7 @@ class Multiplexer(Generic[T]):
                 result = error_from_status(result, resent=call.resent)
                 self._replica.room.refused(now, result, call.size)
                 if self._waits_for_room(call, result, now):
+                    refused = True
                     continue
             else:
                 answered += 1
@@ -262,20 +287,22 @@ class Multiplexer(Generic[T]):
             self._replica.worked(now, begin)
         self._policy.answered(answered, now)
         self._window.answered(answered, len(self._held), now)
-        if self._window.given_up:
-            self._give_up_waiting(outcomes)
+        if refused and self._window.given_up:
+            self._give_up_waiting(now)
         self._release(now)
         return outcomes
 
-    def _give_up_waiting(self, outcomes: list[Outcome[T]]) -> None:
-        """Adds to the outcomes those of calls that wait for room in a server that has none."""
+    def _give_up_waiting(self, now: float) -> None:
+        """Has all calls fail, with the next `tick`, that wait for room in a server that has none."""
         refusal = self._window.refusal
         assert refusal is not None
         refused = [call for _, call in self._waiting.values() if call.refusal is not None]
         for call in [*refused, *self._held.values()]:
-            self._forget(call)
+            self._held.pop(call.id, None)
+            self._waiting.pop(call.id, None)
             error = call.refusal or refusal
-            outcomes.append((call, OverloadedError(str(error), code=error.code, details=error.details)))
+            self._refused.append((call, OverloadedError(str(error), code=error.code, details=error.details)))
+        self.wakeup = min(self.wakeup, now)
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
         """The server asks for a stream to be closed; it still answers the calls that it has. If there are `others`,
@@ -358,8 +385,13 @@ class Multiplexer(Generic[T]):
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
         fail if there are too many retries; calls past their deadline fail.
         """
-        outcomes: list[Outcome[T]] = [(call, error) for call, error in self._refused]
-        self._refused.clear()
+        refused, self._refused = self._refused, []
+        if others:  # each may ask one other server
+            first_time = [call for call, _ in refused if call.avoid in (None, self._replica.address)]
+            for call in first_time:
+                call.avoid = self._replica.address
+            self._part_with(first_time)
+        outcomes: list[Outcome[T]] = [(call, error) for call, error in refused if call.id in self._calls]
         for call, _ in outcomes:
             del self._calls[call.id]
         for call in [call for call in self._calls.values() if call.deadline <= now]:
@@ -410,7 +442,7 @@ class Multiplexer(Generic[T]):
 
     def _waits_for_room(self, call: Call[T], error: AttnServeError, now: float) -> bool:
         """Whether a call that ended with an error waits until the server has room; if so, it does from now on."""
-        for_all = room_after(error) is not None
+        for_all = room_after(error) is not None and (_is_for_all(error) or self._unanswered > 1)
         wait = self._policy.until_room if for_all else self._policy.after_overload
         pause = wait(error, call.refusals + 1, now, call.deadline)
         if pause is None:
@@ -421,6 +453,7 @@ class Multiplexer(Generic[T]):
         call.refusal = error
         if for_all:
             self._window.refused(error, self._unanswered, pause, now)
+            self._replica.room.until = max(self._replica.room.until, min(self._window.asks, now + LONGEST))
         return True  # unless the window gives the server up: see `resolve`
 
     def _wait(self, call: Call[T], until: float) -> None:
@@ -430,6 +463,11 @@ class Multiplexer(Generic[T]):
         call.avoid = self._replica.address
         self._waiting[call.id] = until, call
         self.wakeup = min(self.wakeup, until)
+
+
+def _is_for_all(error: AttnServeError) -> bool:
+    """Whether a server that refused a call so may have refused any."""
+    return not (isinstance(error, OverloadedError) and error.bound in _BY_SIZE)
 
 
 def _duration(seconds: float) -> bytes:

@@ -3,9 +3,10 @@
 In: refusals, answers, how many calls are unanswered. Out: how many more may be sent, and whether a call can be answered
 in its time at all. Until a server refuses a call there is no bound. A refusal sets it to the number of calls that the
 server did take; each answer while others wait raises it a little, so that more room is found, at the price of a few
-refusals. A server that took none is asked by a single call when it should have room, then by twice as many each time,
-until it refuses one; after too many refusals in a row nothing waits for it any more. (TCP's congestion window, with
-slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) No I/O, no clock.
+refusals. (TCP's congestion window, with slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no
+answer comes, one more call is sent when the server should have room, and later each time it has none: what it has may
+take long. If it has none of the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import exp, inf
 from typing import Final
 
 from attnserve._errors import OverloadedError
-from attnserve._servers.room import repeated, unasked
+from attnserve._servers.room import LONGEST, repeated, unasked
 
 FORGOTTEN_AFTER: Final = 10.0
 """A bound is forgotten when so many seconds have passed without a refusal, and nothing waits."""
@@ -23,27 +24,82 @@ GROWTH: Final = 1 / 32
 """The least by which an answer raises the bound: a wide one, of small calls, would hardly grow by one in a whole round.
 """
 
-RATE_WINDOW_S: Final = 10.0
+LEAST_PAUSE: Final = 0.1
+"""How many seconds without an answer to wait at least before a call is sent beyond the bound."""
+MOST_DOUBLINGS: Final = 5
+
+SERVED_WITHIN: Final = 5.0
+"""So many seconds of a call's time, or half of it if that is less, are for the server, not to wait in the client."""
+MEMORY_S: Final = 10.0
 """Answers of about so many seconds decide how fast a server is taken to be."""
 TOLD_S: Final = 1.0
-"""What a server says of its speed when it first refuses a call counts as much as answers of so many seconds."""
+"""What a server says of its speed counts as much as answers of so many seconds."""
+
+
+_FEWEST: Final = 1e-9
+"""Answers, where there have been none for very long."""
+
+
+class Speed:
+    """How fast a server answers, from answers in the time in which calls wait: in other times it shows how many were
+    made.
+    """
+
+    __slots__ = ("_answers", "_at", "_known", "_learnt", "_seconds")
+
+    def __init__(self) -> None:
+        self._answers = self._seconds = self._at = 0.0
+        self._known = self._learnt = False
+
+    def told(self, calls: int, seconds: float, now: float) -> None:
+        """The server says that it needs so long for some calls. Holds until it has answered any."""
+        if not self._learnt:
+            self._answers, self._seconds, self._at = TOLD_S * calls / seconds, TOLD_S, now
+            self._known = True
+
+    def begin(self, now: float, anew: bool = False) -> None:
+        """Calls wait from now on; `anew`, if what is known may be out of date."""
+        self._at = now
+        if anew:
+            self._known = self._learnt = False
+
+    def answered(self, calls: int, now: float) -> None:
+        """Calls have been answered while others waited."""
+        if self._known:
+            self._age(now)
+            self._answers += calls
+        else:  # since when they were computed is not known
+            self.begin(now)
+        self._known = self._learnt = True
+
+    def seconds_for(self, calls: int, now: float) -> float:
+        """How long so many calls should take; 0 if nothing is known."""
+        if not self._known:
+            return 0.0
+        self._age(now)
+        return calls * self._seconds / max(self._answers, _FEWEST)
+
+    def _age(self, now: float) -> None:
+        fades = exp((self._at - now) / MEMORY_S)
+        self._answers *= fades
+        self._seconds = self._seconds * fades + MEMORY_S * (1.0 - fades)
+        self._at = now
 
 
 class Window:
     """The bound of one stream, and of its successors to the same server."""
 
     __slots__ = (
-        "_answers",
-        "_answers_at",
-        "_began",
+        "_asking",
         "_in_a_row",
         "_limit",
-        "_rate",
         "_refusal",
         "_refused_at",
         "_retries",
+        "_shut",
         "_starting",
-        "opens",
+        "asks",
+        "speed",
     )
 
     def __init__(self, retries: int) -> None:
@@ -54,15 +110,18 @@ class Window:
     def forget(self) -> None:
         """Starts anew, without a bound: the server may be another."""
         self._limit = inf
-        self.opens = 0.0
-        """When the server is to be asked again, if it has none of the calls."""
+        self.asks = 0.0
+        """When one more call is sent, whatever the bound, if none is answered till then."""
+        self._asking = True
+        """Whether the server's next refusal is the answer to that."""
         self._in_a_row = 0
+        """How often it was."""
+        self._shut = False
+        """Whether the server had none of the calls when it refused the last, and has answered none since."""
         self._starting = False
         self._refusal: OverloadedError | None = None
         self._refused_at = 0.0
-        self._began = self._answers_at = 0.0
-        self._answers = 0.0
-        self._rate = 0.0
+        self.speed = Speed()
 
     @property
     def refusal(self) -> OverloadedError | None:
@@ -72,65 +131,59 @@ class Window:
     @property
     def given_up(self) -> bool:
         """Whether the server has refused too many calls in a row while it had none, so that none is to wait for it."""
-        return self._in_a_row > self._retries
+        return self._shut and self._in_a_row > self._retries
 
     def refused(self, error: OverloadedError, unanswered: int, pause: float, now: float) -> None:
-        """Notes that the server had no room for a call, while it had so many others. If it had none, it is asked again
-        after `pause`, or after what it says, doubled each time in a row.
-        """
-        if self._refusal is None:
+        """Notes that the server had no room for a call, which waits for so long, while it had so many others."""
+        told = error.retry_delay or 0.0
+        if self._asking:  # not of every call in a message
+            self.asks = now + max(pause, told * 2.0 ** min(self._in_a_row, MOST_DOUBLINGS))
+            self._asking = False
+            self._in_a_row += 1
+        if unanswered:
             # Half of what waits should be computed after the delay, so all of it, and this stream's share, after twice.
-            self._rate = max(1, unanswered) / (2 * max(error.retry_delay or 0.0, pause))
-            self._began = self._answers_at = now
-            self._answers = 0.0
+            self.speed.told(unanswered, 2 * max(told, 0.005), now)
         self._refusal = OverloadedError(str(error), code=error.code, details=error.details)  # without frames
         self._refused_at = now
         self._limit = max(1.0, unanswered)
-        self._starting = not unanswered
-        if not unanswered and now >= self.opens:
-            self.opens = now + max(pause, (error.retry_delay or 0.0) * 2.0 ** min(self._in_a_row, 5))
-            self._in_a_row += 1
+        self._shut = self._starting = not unanswered
 
     def answered(self, calls: int, waiting: int, now: float) -> None:
         """Notes that calls have been answered while so many wait to be sent."""
         if self._refusal is None or not calls:
             return
         self._in_a_row = 0
-        self.opens = 0.0
-        self._answers = self._recent(now) + calls
-        self._answers_at = now
+        self._asking = self._shut = False
+        self.asks = now + max(self._refusal.retry_delay or 0.0, LEAST_PAUSE)
         if waiting:
+            self.speed.answered(calls, now)
             self._limit += calls * (1.0 if self._starting else max(1.0 / self._limit, GROWTH))
 
-    def room(self, unanswered: int, now: float) -> int:
-        """How many more calls may be sent."""
-        if self._refusal is None:
-            return 1 << 30
-        if not unanswered and now < self.opens:
-            return 0
-        return max(0, int(self._limit) - unanswered)
+    def room(self, unanswered: int) -> float:
+        """How many more calls may be sent; those that are sent when it `asks` come on top."""
+        return 0 if self._shut else self._limit - unanswered
+
+    def asked(self, now: float) -> None:
+        """Notes that a call was sent beyond the bound."""
+        self._asking = True
+        self.asks = now + LONGEST
 
     def passed(self, now: float) -> bool:
         """Whether the last refusal was so long ago that it says nothing of new calls."""
         return now - self._refused_at > FORGOTTEN_AFTER
 
     def hopeless(self, ahead: int, now: float, deadline: float) -> OverloadedError | None:
-        """The error for a call with so many ahead of it, if these take more than half of its time, as far as is known
-        (the other half is for the server), or if the server has been given up.
+        """The error for a call with so many ahead of it, if these take too much of its time, as far as is known, or if
+        the server has been given up.
         """
         if self._refusal is None:
             return None
-        if self.given_up and now < self.opens:
-            return unasked(self._refusal, now - self._refused_at, self.opens - now)
-        # Answers have come since `_began`, so of less time at first; what was told is forgotten like them.
-        fades = exp((self._began - now) / RATE_WINDOW_S)
-        answers = self._recent(now) + self._rate * TOLD_S * fades
-        seconds = RATE_WINDOW_S * (1.0 - fades) + TOLD_S * fades
-        wait, longest = ahead * seconds / answers, (deadline - now) / 2
+        pause = self.asks - now if self._shut else 0.0
+        if self.given_up and pause > 0:
+            return unasked(self._refusal, now - self._refused_at, pause)
+        wait, left = max(pause, self.speed.seconds_for(ahead, now)), deadline - now
+        longest = max(left / 2, left - SERVED_WITHIN)
         if wait <= longest:
             return None
         why = f"{self._refusal}; {ahead} calls of this client, ahead of this one, should take {wait:.2g} s"
         return repeated(self._refusal, why, wait - longest)
-
-    def _recent(self, now: float) -> float:
-        return self._answers * exp((self._answers_at - now) / RATE_WINDOW_S)
