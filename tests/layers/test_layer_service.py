@@ -219,7 +219,8 @@ def test_a_config_whose_numbers_are_none_is_the_callers_to_mend(
     changing: tuple[Server, Client], directory: Path, wrong: Any
 ) -> None:
     _, client = changing
-    config = {"model_type": "qwen2", "sliding_window": 4, "max_window_layers": wrong, "num_hidden_layers": 2}
+    config = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 2}
+    config["max_window_layers"] = wrong
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "qwen2.toml").write_text('[[layers]]\nname = "qwen2"\nfile = "one.safetensors"\npreset = "llama"')
     with pytest.raises(InvalidRequestError, match="max_window_layers: expected a whole number") as caught:

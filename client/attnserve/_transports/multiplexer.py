@@ -184,9 +184,9 @@ class Multiplexer(Generic[T]):
         if not self._held:
             return
         room = self._window.room(self._unanswered)
-        if room < 1 and now >= self._window.asks:
+        if now >= self._window.asks:
             self._window.asked(now)
-            room = 1
+            room = max(room, 1)
         while room >= 1 and self._held:
             if (call := self._held.pop(heappop(self._order)[1], None)) is not None:
                 self._ready.append(call)

@@ -164,7 +164,7 @@ class Window:
         return 0 if self._shut else self._limit - unanswered
 
     def asked(self, now: float) -> None:
-        """Notes that a call was sent beyond the bound."""
+        """Notes that a call is sent now, if need be beyond the bound."""
         self._asking = True
         self.asks = now + LONGEST
 
