@@ -298,7 +298,7 @@ def test_many_that_are_given_up_while_they_wait_cost_little(stream: Stream) -> N
         stream.add(f"gone {n}", now=0.1)
         assert multiplexer.cancel(multiplexer._calls[stream.ids[f"gone {n}"]])
     assert multiplexer.wakeup == due, "they make no room"
-    assert len(multiplexer._order) < 100
+    assert len(multiplexer._held._order) < 100
 
 
 def test_the_deadline_of_one_that_waits(stream: Stream) -> None:

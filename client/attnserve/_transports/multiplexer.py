@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, Generic, TypeVar
 
@@ -39,6 +38,7 @@ from attnserve._servers.room import LONGEST
 from attnserve._settings import retry
 from attnserve._settings.retry import room_after
 from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.line import Line
 from attnserve._transports.window import Window
 
 T = TypeVar("T")
@@ -74,9 +74,7 @@ class Multiplexer(Generic[T]):
         self._message_bytes = message_bytes
         self._calls: dict[int, Call[T]] = {}
         self._ready: deque[Call[T]] = deque()
-        self._held: dict[int, Call[T]] = {}
-        self._order: list[tuple[int, int]] = []
-        """A heap of what is held, and was: negative priorities, and ids, which grow with time."""
+        self._held: Line[T] = Line()
         self._waiting: dict[int, tuple[float, Call[T]]] = {}
         """Calls to be sent again, and from when on."""
         self._window = Window(policy.retries)
@@ -147,7 +145,7 @@ class Multiplexer(Generic[T]):
         elif self._window.refusal is None:
             self._ready.append(call)
         else:
-            self._hold(call)
+            self._held.join(call)
             self._release(now)
         if call.deadline < self.wakeup:
             self.wakeup = call.deadline
@@ -171,14 +169,6 @@ class Multiplexer(Generic[T]):
         """How many calls the server has, or is about to be sent."""
         return len(self._calls) - len(self._held) - len(self._waiting) - len(self._refused)
 
-    def _hold(self, call: Call[T]) -> None:
-        """Keeps a call until the server has room for it."""
-        self._held[call.id] = call
-        heappush(self._order, (-call.priority, call.id))
-        if len(self._order) > 2 * len(self._held) + 64:  # most of them have gone
-            self._order = [(-each.priority, each.id) for each in self._held.values()]
-            heapify(self._order)
-
     def _release(self, now: float) -> None:
         """Makes those calls ready for which the server has room."""
         if not self._held:
@@ -188,18 +178,15 @@ class Multiplexer(Generic[T]):
             self._window.asked(now)
             room = max(room, 1)
         while room >= 1 and self._held:
-            if (call := self._held.pop(heappop(self._order)[1], None)) is not None:
-                self._ready.append(call)
-                room -= 1
-        if not self._held:
-            self._order.clear()
-        else:
+            self._ready.append(self._held.next())
+            room -= 1
+        if self._held:
             self.wakeup = min(self.wakeup, self._window.asks)
 
     def _forget(self, call: Call[T]) -> None:
         """Removes a call, wherever it is, from what has no outcome yet."""
         del self._calls[call.id]
-        self._held.pop(call.id, None)
+        self._held.leave(call)
         self._waiting.pop(call.id, None)
 
     def cancel(self, call: Call[T]) -> bool:
@@ -208,7 +195,7 @@ class Multiplexer(Generic[T]):
         """
         if self._calls.get(call.id) is not call:
             return False
-        frees = call.id not in self._held and call.id not in self._waiting
+        frees = call not in self._held and call.id not in self._waiting
         self._forget(call)
         self._refused = [(other, error) for other, error in self._refused if other is not call]
         self._retract(call)
@@ -297,8 +284,8 @@ class Multiplexer(Generic[T]):
         refusal = self._window.refusal
         assert refusal is not None
         refused = [call for _, call in self._waiting.values() if call.refusal is not None]
-        for call in [*refused, *self._held.values()]:
-            self._held.pop(call.id, None)
+        for call in [*refused, *self._held.calls]:
+            self._held.leave(call)
             self._waiting.pop(call.id, None)
             error = call.refusal or refusal
             self._refused.append((call, OverloadedError(str(error), code=error.code, details=error.details)))
@@ -312,7 +299,7 @@ class Multiplexer(Generic[T]):
             self._leave_stream()
             self._replica.asks_to_leave(now)
             if others:
-                self._part_with([*self._ready, *self._held.values()])
+                self._part_with([*self._ready, *self._held.calls])
 
     def leave(self) -> None:
         """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
@@ -320,7 +307,7 @@ class Multiplexer(Generic[T]):
         """
         self._leave_stream()
         waiting = (call for _, call in self._waiting.values() if call.refusal is None)
-        self._part_with([*self._ready, *self._held.values(), *waiting])
+        self._part_with([*self._ready, *self._held.calls, *waiting])
 
     def take_leaving(self) -> list[Call[T]]:
         """The calls to be moved to other servers, which are no longer kept here."""
@@ -407,7 +394,7 @@ class Multiplexer(Generic[T]):
             self._part_with(due_again)
             due_again = [call for call in due_again if call.pinned]
         for call in due_again:
-            self._hold(call)
+            self._held.join(call)
         self.wakeup = min(
             min((due for due, _ in self._waiting.values()), default=inf),
             min((call.deadline for call in self._calls.values()), default=inf),
@@ -421,7 +408,6 @@ class Multiplexer(Generic[T]):
         self._calls.clear()
         self._ready.clear()
         self._held.clear()
-        self._order.clear()
         self._waiting.clear()
         self._refused.clear()
         self._leave_stream()
