@@ -21,6 +21,7 @@ from attnserve_server.errors import CallerChanged, RequestError, error_for_calle
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.tracing import Trace, Tracing
 from attnserve_server.requests.work import Work
+from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
@@ -143,15 +144,8 @@ class AttentionService:
         try:
             if isinstance(outcome, RequestError):
                 raise outcome
-            begin, phases = perf_counter(), outcome.phases
-            pieces, _ = request.encode(outcome.result, phases, outcome.batch_size)
-            reply_message = b"".join(pieces)
-            end = perf_counter()
-            encode = phases.encode + end - begin
-            self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
-            if trace is not None:
-                trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
-            self._metrics.usage.of(caller.name).computed(request.query_tokens, request.flops)
+            usage = self._metrics.usage.of(caller.name)
+            reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
             return reply_message, Sending(entry.caller, entry.requests, entry.size)
         except BaseException:
             self._engine.release(entry)

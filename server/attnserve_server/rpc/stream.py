@@ -32,6 +32,7 @@ from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.requests.work import Work
+from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.calls import LABELS, Call, read_message
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
@@ -292,17 +293,9 @@ class CallStream:
         if isinstance(outcome, RequestError):
             self._answer_error(call_id, label, outcome, entry.arrival, entry, entry.trace)
             return
-        begin = perf_counter()
-        phases = outcome.phases
-        pieces, size = entry.request.encode(outcome.result, phases, outcome.batch_size)
-        pieces, size = stream_reply(call_id, entry.request.reply_field, pieces, size)
-        end = perf_counter()
-        encode = phases.encode + end - begin
-        self._metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
-        self._metrics.finished(label, "OK", end - entry.arrival)
-        if entry.trace is not None:
-            entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
-        self._usage.computed(entry.request.query_tokens, entry.request.flops)
+        framed = partial(stream_reply, call_id, entry.request.reply_field)
+        pieces, size = encoded(entry, outcome, self._metrics, self._usage, framed)
+        self._metrics.finished(label, "OK", perf_counter() - entry.arrival)
         self._outbox.put(Unsent(pieces, size, entry))
 
     def _answer_error(

@@ -1,0 +1,34 @@
+"""An answer to a call, for whichever RPC it came by: encoded, and taken note of.
+
+In: an entry and its outcome. Out: what the RPC sends of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+from attnserve._fields import Buffer
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.usage import Usage
+from attnserve_server.scheduling.entry import Entry, Outcome
+
+T = TypeVar("T")
+
+
+def encoded(
+    entry: Entry, outcome: Outcome, metrics: Metrics, usage: Usage, put_together: Callable[[list[Buffer], int], T]
+) -> T:
+    """The reply, as `put_together` makes it of its pieces and their total length. Counts the phases of the request,
+    ends its trace, and adds to its caller's usage.
+    """
+    begin, phases = perf_counter(), outcome.phases
+    reply = put_together(*entry.request.encode(outcome.result, phases, outcome.batch_size))
+    end = perf_counter()
+    encode = phases.encode + end - begin
+    metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
+    if entry.trace is not None:
+        entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
+    usage.computed(entry.request.query_tokens, entry.request.flops)
+    return reply
