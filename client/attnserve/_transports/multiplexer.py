@@ -31,12 +31,13 @@ from attnserve._errors import (
     no_reply,
     no_room,
 )
-from attnserve._fields import Buffer, field_prefix, varint
+from attnserve._fields import Buffer
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
 from attnserve._servers.room import LONGEST
 from attnserve._settings import retry
 from attnserve._settings.retry import room_after
+from attnserve._transports.framing import cancellation, prefix
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.line import Line
 from attnserve._transports.window import Window
@@ -51,12 +52,6 @@ MESSAGE_CALLS: Final = 1024
 
 _BY_SIZE: Final = frozenset(("bytes", "flops"))
 """Bounds for which a smaller call may have room."""
-
-# The fields of AttendStreamRequest and AttendStreamCall.
-_CANCEL: Final = 1
-_CALLS: Final = 2
-_ID: Final = varint(1 << 3)
-_TIMEOUT: Final = 2
 
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -155,8 +150,11 @@ class Multiplexer(Generic[T]):
         if not self._policy.retries:
             refusal = self._replica.room.refusal(now, call.size)
             return None if refusal is None or self._policy.begun.take(now) else refusal
+        if self._window.refusal is None:
+            return None
         if not self._held and self._window.passed(now):
             self._window.forget()
+            return None
         waiting, unanswered = len(self._held), self._unanswered
         if not waiting:
             self._window.speed.begin(now, anew=not unanswered)
@@ -218,22 +216,14 @@ class Multiplexer(Generic[T]):
         calls: list[Call[T]] = []
         size = 0
         if self._cancelled:
-            ids = b"".join(map(varint, self._cancelled[:MESSAGE_CALLS]))
-            message += (field_prefix(_CANCEL, len(ids)), ids)
+            message.append(cancellation(self._cancelled[:MESSAGE_CALLS]))
             del self._cancelled[:MESSAGE_CALLS]
         while self._ready and len(calls) < MESSAGE_CALLS:
             call = self._ready[0]
             if call.id in self._calls and call.deadline > now:  # expired ones are left to `tick`
                 if calls and size + call.size > self._message_bytes:
                     break
-                envelope = _ID + varint(call.id)
-                if call.deadline != inf:
-                    timeout = _duration(call.deadline - now)
-                    envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
-                if call.trace:
-                    envelope += call.trace
-                envelope += field_prefix(call.field, call.size)
-                message.append(field_prefix(_CALLS, len(envelope) + call.size) + envelope)
+                message.append(prefix(call, now))
                 message += call.pieces
                 size += call.size
                 call.stream = stream
@@ -454,9 +444,3 @@ class Multiplexer(Generic[T]):
 def _is_for_all(error: AttnServeError) -> bool:
     """Whether a server that refused a call so may have refused any."""
     return not (isinstance(error, OverloadedError) and error.bound in _BY_SIZE)
-
-
-def _duration(seconds: float) -> bytes:
-    """A serialised `google.protobuf.Duration`; `seconds` is more than 0."""
-    whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
-    return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")

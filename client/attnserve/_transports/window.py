@@ -35,7 +35,6 @@ MEMORY_S: Final = 10.0
 TOLD_S: Final = 1.0
 """What a server says of its speed counts as much as answers of so many seconds."""
 
-
 _FEWEST: Final = 1e-9
 """Answers, where there have been none for very long."""
 

@@ -102,8 +102,8 @@ class Config:
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests that have arrived, and of their replies. Memory in flight has been up to 4.2 times "
-        "that where replies are tens of megabytes each, and more where this is less than a few of them.",
+        "The most bytes of requests that have arrived, and of their replies. Memory in flight is several times that "
+        "where replies are tens of megabytes each.",
     )
     # Whatever is admitted adds to the wait: this divided by the device's speed is the longest queue. 2e13 is 20 s of a
     # large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some

@@ -1,0 +1,43 @@
+"""The wire format of what a stream carries to the server: calls and cancellations, as fields of AttendStreamRequest.
+
+In: calls that have their ids. Out: bytes to go before a call's own pieces, or by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any, Final
+
+from attnserve._fields import field_prefix, varint
+from attnserve._transports.in_flight import Call
+
+# The fields of AttendStreamRequest and AttendStreamCall.
+_CANCEL: Final = 1
+_CALLS: Final = 2
+_ID: Final = varint(1 << 3)
+_TIMEOUT: Final = 2
+
+
+def prefix(call: Call[Any], now: float) -> bytes:
+    """What goes before the pieces of a call that is sent now: its id, the rest of its time, its trace."""
+    envelope = _ID + varint(call.id)
+    if call.deadline != inf:
+        timeout = _duration(call.deadline - now)
+        envelope += field_prefix(_TIMEOUT, len(timeout)) + timeout
+    if call.trace:
+        envelope += call.trace
+    envelope += field_prefix(call.field, call.size)
+    return field_prefix(_CALLS, len(envelope) + call.size) + envelope
+
+
+def cancellation(ids: Iterable[int]) -> bytes:
+    """Tells the server that nobody waits for the calls with these ids."""
+    packed = b"".join(map(varint, ids))
+    return field_prefix(_CANCEL, len(packed)) + packed
+
+
+def _duration(seconds: float) -> bytes:
+    """A serialised `google.protobuf.Duration`; `seconds` is more than 0."""
+    whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
+    return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")
