@@ -287,7 +287,7 @@ class Server:
             self._watchdog.stop()
         self.health.close()
         try:
-            await asyncio.wait_for(self._grpc.stop(1.0), STOP_S)
+            await asyncio.wait_for(port.stop(self._grpc, grace=1.0), STOP_S)
         except TimeoutError:
             logger.warning("connections that stand still are cut off")
             self.hangs = True

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 import pytest
-from grpc import aio
+from grpc import StatusCode, aio
 from grpc._cython import cygrpc
 from loopback import loopback
 
 from attnserve import TLS, Client
 from attnserve._settings.config import Settings
+from attnserve_server.rpc import port
 from attnserve_server.rpc.port import bind, channel_options
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.settings.config import Config
@@ -36,6 +40,32 @@ def test_grpc_knows_every_option() -> None:
     names = {name for name, _ in (*settings.channel_options("name:1"), *server)}
     assert len(names) > 15
     assert {name for name in names if name.encode() + b"\0" not in core} == set()
+
+
+async def test_handlers_end_before_a_server_has_stopped() -> None:
+    """Otherwise they are cancelled with the loop, and gRPC writes a traceback after the last line of the log."""
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handle(*_: object) -> bytes:
+        begun.set()
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await may_end.wait()
+        ended.set()
+        raise asyncio.CancelledError
+
+    server = aio.server()
+    handler = grpc.stream_unary_rpc_method_handler(handle)
+    server.add_registered_method_handlers("service", {"Method": handler})
+    bound = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{bound}") as channel:
+        call = channel.stream_unary("/service/Method")()
+        await begun.wait()
+        asyncio.get_running_loop().call_later(0.3, may_end.set)  # later than `aio.Server.stop` returns
+        await port.stop(server, grace=0)
+        assert ended.is_set()
+        assert await call.code() in (StatusCode.CANCELLED, StatusCode.UNAVAILABLE)
 
 
 def test_pings_agree() -> None:

@@ -1,7 +1,8 @@
-"""The port that gRPC is served on: gRPC's options for connections and messages, and how the port is bound."""
+"""The port that gRPC is served on: gRPC's options for connections and messages, how the port is bound, and its end."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -35,6 +36,9 @@ LOOPBACK: Final = ("127.0.0.1", "::1")
 """What `localhost` means, whatever the hosts file says: it may be served without TLS and identified callers."""
 FREE_PORT_TRIES: Final = 100
 """How many ports that are free on a name's first address are tried on its others."""
+
+_HANDLER: Final = "_schedule_rpc_coro"
+"""What gRPC calls the coroutine in which the handler of an RPC runs."""
 
 
 def channel_options(config: Config) -> Iterator[tuple[str, int]]:
@@ -161,6 +165,18 @@ def _probe(address: Address) -> int:
         probe.bind(address)
         port: int = probe.getsockname()[1]
         return port
+
+
+async def stop(server: aio.Server, grace: float) -> None:
+    """Stops a server: what still runs after the grace (seconds) is cancelled. Its handlers have ended then.
+
+    `aio.Server.stop` returns when the connections are closed, mostly after the handlers. One that is left, and is
+    cancelled with its event loop, has gRPC write a traceback to standard error.
+    """
+    await server.stop(grace)
+    handlers = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == _HANDLER]
+    if handlers:
+        await asyncio.wait(handlers)
 
 
 def _make_way(listen: str) -> None:
