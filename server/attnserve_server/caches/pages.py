@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from attnserve_server.caches.layer import PageTable, Placement, Write
 from attnserve_server.caches.shape import CacheDtype, CacheShape, half_page
+from attnserve_server.host import huge_pages
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Strides
@@ -92,10 +93,7 @@ class PagePool:
             raise ValueError(f"page_bytes: expected a multiple of {CACHE_LINE}, found {page_bytes}")
         self.page_bytes = page_bytes
         self.count = count = pool_bytes // page_bytes
-        # Written once, so that the memory is committed from the start, not when the first tokens come.
-        self._keys, self._values = (
-            torch.zeros(count, half_page(page_bytes), dtype=torch.uint8, device=device).fill_(0) for _ in range(2)
-        )
+        self._keys, self._values = (_committed(count, half_page(page_bytes), device) for _ in range(2))
         # Whether everything written to a page since its first slot is known to be finite, and all slots of values
         # behind that too. On devices other than a CPU nothing is known: looking would mean waiting for the device.
         self._finite = bytearray(count)
@@ -390,3 +388,10 @@ def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, 
                 count += 1
         yield page, count, slot, tokens
         place += count
+
+
+def _committed(count: int, size: int, device: torch.device) -> torch.Tensor:
+    """Zeros [count, size], written once, so that the memory is there from the start, not when the first tokens come."""
+    if device.type == "cpu":
+        return torch.from_numpy(huge_pages.zeros(count * size)).view(count, size)
+    return torch.zeros(count, size, dtype=torch.uint8, device=device).fill_(0)

@@ -1,0 +1,58 @@
+"""Memory in huge pages: where it lies, and what Linux is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attnserve_server.caches.pages import PagePool
+from attnserve_server.host import huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+needs_huge_pages = pytest.mark.skipif(not SETTING.exists(), reason="this kernel has no transparent huge pages")
+
+
+def flags_at(address: int) -> list[str]:
+    """What Linux knows of the mapping that an address is in: `hg` if huge pages were asked for."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return rest
+    raise LookupError(hex(address))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, huge_pages.HUGE_PAGE, 3 * huge_pages.HUGE_PAGE + 64])
+def test_zeros(size: int) -> None:
+    array = huge_pages.zeros(size)
+    assert array.shape == (size,)
+    assert not array.any()
+    assert array.ctypes.data % huge_pages.HUGE_PAGE == 0
+    array[:] = 255  # up to the last one
+    assert np.all(array == 255)
+
+
+def test_more_than_any_system_has_is_an_error() -> None:
+    with pytest.raises(MemoryError, match=str(1 << 60)):
+        huge_pages.zeros(1 << 60)
+
+
+def test_the_memory_stays_for_as_long_as_some_of_it_is_used() -> None:
+    last = torch.from_numpy(huge_pages.zeros(1 << 20))[-1:]
+    others = [huge_pages.zeros(1 << 20) for _ in range(8)]
+    for other in others:
+        other[:] = 1
+    assert last.tolist() == [0]
+
+
+@needs_huge_pages
+def test_the_pool_of_caches_is_in_huge_pages() -> None:
+    pool = PagePool(8 << 20, 64 << 10, torch.device("cpu"))
+    for address in pool.page(0):
+        assert "hg" in flags_at(address)
