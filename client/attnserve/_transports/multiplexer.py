@@ -3,11 +3,11 @@
 No I/O, no clock, no locks: the transports pass in messages, the time and the ends of streams, and get messages to send
 and outcomes to deliver. All times are seconds of one monotonic clock.
 
-    add(call) ──▶ held ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
-                    ▲                                  │ broken(), a reply UNAVAILABLE, or no room
-                    └───────tick()────── waiting ◀─────┘ (retries: see `_settings.retry`)
+    add(call) ──▶ ready ──next_message()──▶ sent ──resolve(replies)──▶ outcome
+                    ▲                         │ broken(), a reply UNAVAILABLE, or no room
+                    └──tick()── waiting ◀─────┘ (retries: see `_settings.retry`)
 
-Calls are held while the server is known to have no room for more (see `window.py`), by their priorities and ages.
+New calls wait, too, while the server is known to have no room for more: see `waiting.py`.
 A broken stream is replaced by a new one. A reply UNAVAILABLE means that the server is going away: nothing more is sent
 on that stream, the replies that it still owes are awaited, and further calls go onto a new stream.
 """
@@ -23,9 +23,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._errors import (
-    AttnServeError,
     ClientClosedError,
-    OverloadedError,
     ProtocolError,
     error_from_status,
     no_reply,
@@ -34,13 +32,10 @@ from attnserve._errors import (
 from attnserve._fields import Buffer
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
-from attnserve._servers.room import LONGEST
 from attnserve._settings import retry
-from attnserve._settings.retry import room_after
 from attnserve._transports.framing import cancellation, prefix
 from attnserve._transports.in_flight import Call, Outcome
-from attnserve._transports.line import Line
-from attnserve._transports.window import Window
+from attnserve._transports.waiting import Waiting
 
 T = TypeVar("T")
 
@@ -49,9 +44,6 @@ MESSAGE_BYTES: Final = 1 << 20
 
 MESSAGE_CALLS: Final = 1024
 """Maximum number of calls in a message, and of cancelled calls; servers state their own limit in `Limits`."""
-
-_BY_SIZE: Final = frozenset(("bytes", "flops"))
-"""Bounds for which a smaller call may have room."""
 
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -69,12 +61,7 @@ class Multiplexer(Generic[T]):
         self._message_bytes = message_bytes
         self._calls: dict[int, Call[T]] = {}
         self._ready: deque[Call[T]] = deque()
-        self._held: Line[T] = Line()
-        self._waiting: dict[int, tuple[float, Call[T]]] = {}
-        """Calls to be sent again, and from when on."""
-        self._window = Window(policy.retries)
-        self._refused: list[Outcome[T]] = []
-        """Calls that were not sent, because the server is full."""
+        self._waiting: Waiting[T] = Waiting(policy, self._replica, self._calls)
         self._cancelled: list[int] = []
         self._last_id = 0
         self._last_stream = 0
@@ -82,8 +69,8 @@ class Multiplexer(Generic[T]):
         self._opened = 0.0
         """When the current stream was opened."""
         self._leaving: list[Call[T]] = []
-        self.wakeup = inf
-        """When `tick` is due; between ticks it only ever becomes earlier."""
+        self._soonest = inf
+        """When `tick` is due for those that do not wait."""
 
     def __len__(self) -> int:
         """How many calls have no outcome yet."""
@@ -97,7 +84,12 @@ class Multiplexer(Generic[T]):
     @property
     def holds(self) -> bool:
         """Whether calls wait here until the server has room."""
-        return bool(self._held)
+        return bool(self._waiting.held)
+
+    @property
+    def wakeup(self) -> float:
+        """When `tick` is due; between ticks it only ever becomes earlier."""
+        return min(self._soonest, self._waiting.wakeup)
 
     @property
     def wants_stream(self) -> bool:
@@ -127,65 +119,28 @@ class Multiplexer(Generic[T]):
         return stream == self._stream
 
     def add(self, call: Call[T], now: float) -> None:
-        """Takes a call, which goes into the next message; or is held until the server has room, if it has said that it
+        """Takes a call, which goes into the next message; or waits until the server has room, if it has said that it
         has none; or fails with the next `tick`, if it cannot be answered in its time, or is not to wait.
         """
         self._last_id += 1
         call.id = self._last_id
-        refusal = self._no_room_for(call, now)
+        at_once = self._waiting.add(call, now)
         self._calls[call.id] = call
-        if refusal is not None:
-            self._refused.append((call, refusal))
-            self.wakeup = now
-        elif self._window.refusal is None:
+        if at_once:
             self._ready.append(call)
         else:
-            self._held.join(call)
             self._release(now)
-        if call.deadline < self.wakeup:
-            self.wakeup = call.deadline
-
-    def _no_room_for(self, call: Call[T], now: float) -> OverloadedError | None:
-        """The error of a new call, if it is not to be sent, nor to wait."""
-        if not self._policy.retries:
-            refusal = self._replica.room.refusal(now, call.size)
-            return None if refusal is None or self._policy.begun.take(now) else refusal
-        if self._window.refusal is None:
-            return None
-        if not self._held and self._window.passed(now):
-            self._window.forget()
-            return None
-        waiting, unanswered = len(self._held), self._unanswered
-        if not waiting:
-            self._window.speed.begin(now, anew=not unanswered)
-            if self._window.room(unanswered) >= 1:
-                return None  # it is sent at once
-        return self._window.hopeless(waiting + unanswered, now, call.deadline)
-
-    @property
-    def _unanswered(self) -> int:
-        """How many calls the server has, or is about to be sent."""
-        return len(self._calls) - len(self._held) - len(self._waiting) - len(self._refused)
+        if call.deadline < self._soonest:
+            self._soonest = call.deadline
 
     def _release(self, now: float) -> None:
         """Makes those calls ready for which the server has room."""
-        if not self._held:
-            return
-        room = self._window.room(self._unanswered)
-        if now >= self._window.asks:
-            self._window.asked(now)
-            room = max(room, 1)
-        while room >= 1 and self._held:
-            self._ready.append(self._held.next())
-            room -= 1
-        if self._held:
-            self.wakeup = min(self.wakeup, self._window.asks)
+        self._ready.extend(self._waiting.release(now))
 
     def _forget(self, call: Call[T]) -> None:
         """Removes a call, wherever it is, from what has no outcome yet."""
         del self._calls[call.id]
-        self._held.leave(call)
-        self._waiting.pop(call.id, None)
+        self._waiting.leave(call)
 
     def cancel(self, call: Call[T]) -> bool:
         """Forgets a call that nobody waits for. False if it already has its outcome, or has moved to another server:
@@ -193,12 +148,11 @@ class Multiplexer(Generic[T]):
         """
         if self._calls.get(call.id) is not call:
             return False
-        frees = call not in self._held and call.id not in self._waiting
+        frees = call not in self._waiting
         self._forget(call)
-        self._refused = [(other, error) for other, error in self._refused if other is not call]
         self._retract(call)
-        if self._held and frees:
-            self.wakeup = 0.0  # there may be room for another
+        if self.holds and frees:
+            self._soonest = 0.0  # there may be room for another
         return True
 
     def _retract(self, call: Call[T]) -> None:
@@ -255,7 +209,7 @@ class Multiplexer(Generic[T]):
                     continue
                 result = error_from_status(result, resent=call.resent)
                 self._replica.room.refused(now, result, call.size)
-                if self._waits_for_room(call, result, now):
+                if self._waiting.refused(call, result, now):
                     refused = True
                     continue
             else:
@@ -263,23 +217,9 @@ class Multiplexer(Generic[T]):
             outcomes.append((self._calls.pop(reply.id), result))
             self._replica.worked(now, begin)
         self._policy.answered(answered, now)
-        self._window.answered(answered, len(self._held), now)
-        if refused and self._window.given_up:
-            self._give_up_waiting(now)
+        self._waiting.answered(answered, now, refused=refused)
         self._release(now)
         return outcomes
-
-    def _give_up_waiting(self, now: float) -> None:
-        """Has all calls fail, with the next `tick`, that wait for room in a server that has none."""
-        refusal = self._window.refusal
-        assert refusal is not None
-        refused = [call for _, call in self._waiting.values() if call.refusal is not None]
-        for call in [*refused, *self._held.calls]:
-            self._held.leave(call)
-            self._waiting.pop(call.id, None)
-            error = call.refusal or refusal
-            self._refused.append((call, OverloadedError(str(error), code=error.code, details=error.details)))
-        self.wakeup = min(self.wakeup, now)
 
     def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
         """The server asks for a stream to be closed; it still answers the calls that it has. If there are `others`,
@@ -289,15 +229,14 @@ class Multiplexer(Generic[T]):
             self._leave_stream()
             self._replica.asks_to_leave(now)
             if others:
-                self._part_with([*self._ready, *self._held.calls])
+                self._part_with([*self._ready, *self._waiting.held])
 
     def leave(self) -> None:
         """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
         waits out the pause that it was told: `tick` then moves it.
         """
         self._leave_stream()
-        waiting = (call for _, call in self._waiting.values() if call.refusal is None)
-        self._part_with([*self._ready, *self._held.calls, *waiting])
+        self._part_with([*self._ready, *self._waiting.may_move()])
 
     def take_leaving(self) -> list[Call[T]]:
         """The calls to be moved to other servers, which are no longer kept here."""
@@ -338,7 +277,7 @@ class Multiplexer(Generic[T]):
             if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += [call for call in self._ready if call.id in self._calls]
                 self._ready.clear()
-                self._window.forget()
+                self._waiting.forget_server()
             for call in affected:
                 if retry.breaks_only_the_stream(status.code):
                     self._try_again(call, status, now, outcomes)
@@ -362,33 +301,27 @@ class Multiplexer(Generic[T]):
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
         fail if there are too many retries; calls past their deadline fail.
         """
-        refused, self._refused = self._refused, []
+        failed = self._waiting.failed()
         if others:  # each may ask one other server
-            first_time = [call for call, _ in refused if call.avoid in (None, self._replica.address)]
+            first_time = [call for call, _ in failed if call.avoid in (None, self._replica.address)]
             for call in first_time:
                 call.avoid = self._replica.address
             self._part_with(first_time)
-        outcomes: list[Outcome[T]] = [(call, error) for call, error in refused if call.id in self._calls]
+        outcomes: list[Outcome[T]] = [(call, error) for call, error in failed if call.id in self._calls]
         for call, _ in outcomes:
             del self._calls[call.id]
         for call in [call for call in self._calls.values() if call.deadline <= now]:
-            refusal = None if call.stream else self._window.refusal
+            refusal = None if call.stream else self._waiting.refusal
             self._forget(call)
             self._retract(call)
             late = no_reply(call.timeout, self._replica.address) if refusal is None else no_room(refusal, call.timeout)
             outcomes.append((call, late))
-        due_again = [call for due, call in self._waiting.values() if due <= now]
-        for call in due_again:
-            del self._waiting[call.id]
+        due = self._waiting.due(now)
         if others:
-            self._part_with(due_again)
-            due_again = [call for call in due_again if call.pinned]
-        for call in due_again:
-            self._held.join(call)
-        self.wakeup = min(
-            min((due for due, _ in self._waiting.values()), default=inf),
-            min((call.deadline for call in self._calls.values()), default=inf),
-        )
+            self._part_with(due)
+            due = [call for call in due if call.pinned]
+        self._waiting.hold(due)
+        self._soonest = min((call.deadline for call in self._calls.values()), default=inf)
         self._release(now)
         return outcomes
 
@@ -397,9 +330,7 @@ class Multiplexer(Generic[T]):
         outcomes: list[Outcome[T]] = [(call, ClientClosedError()) for call in self._calls.values()]
         self._calls.clear()
         self._ready.clear()
-        self._held.clear()
         self._waiting.clear()
-        self._refused.clear()
         self._leave_stream()
         return outcomes
 
@@ -414,33 +345,4 @@ class Multiplexer(Generic[T]):
             outcomes.append((call, retry.given_up(status, call.attempts + 1)))
             return
         call.attempts += 1
-        self._wait(call, now + delay)
-
-    def _waits_for_room(self, call: Call[T], error: AttnServeError, now: float) -> bool:
-        """Whether a call that ended with an error waits until the server has room; if so, it does from now on."""
-        for_all = room_after(error) is not None and (_is_for_all(error) or self._unanswered > 1)
-        wait = self._policy.until_room if for_all else self._policy.after_overload
-        pause = wait(error, call.refusals + 1, now, call.deadline)
-        if pause is None:
-            return False
-        assert isinstance(error, OverloadedError)
-        self._wait(call, now + pause)
-        call.refusals += 1
-        call.refusal = error
-        if for_all:
-            self._window.refused(error, self._unanswered, pause, now)
-            self._replica.room.until = max(self._replica.room.until, min(self._window.asks, now + LONGEST))
-        return True  # unless the window gives the server up: see `resolve`
-
-    def _wait(self, call: Call[T], until: float) -> None:
-        """Schedules a call to be sent again."""
-        call.stream = 0
-        call.refusal = None
-        call.avoid = self._replica.address
-        self._waiting[call.id] = until, call
-        self.wakeup = min(self.wakeup, until)
-
-
-def _is_for_all(error: AttnServeError) -> bool:
-    """Whether a server that refused a call so may have refused any."""
-    return not (isinstance(error, OverloadedError) and error.bound in _BY_SIZE)
+        self._waiting.again(call, now + delay)

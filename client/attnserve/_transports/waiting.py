@@ -1,0 +1,210 @@
+"""Calls that wait in the client: until a server has room, or until the time of their next attempt.
+
+In: new calls, those that a server refused or did not answer, and how many it has answered. Out: those that may be sent,
+and those that are not to wait, with their errors. How many calls a full server gets is decided in `window.py`, in which
+order in `line.py`, and whether one is sent again in `_settings.retry`. No I/O, no clock.
+
+    add(call) ──▶ held ──release()──▶ sent
+                    ▲
+    again(call) ──▶ later, until due()        refused(call) is one of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sized
+from math import inf
+from typing import Final, Generic, TypeVar
+
+from attnserve._errors import AttnServeError, OverloadedError
+from attnserve._servers.replicas import Replica
+from attnserve._servers.room import LONGEST
+from attnserve._settings.retry import RetryPolicy, room_after
+from attnserve._transports.in_flight import Call
+from attnserve._transports.line import Line
+from attnserve._transports.window import Window
+
+T = TypeVar("T")
+
+_BY_SIZE: Final = frozenset(("bytes", "flops"))
+"""Bounds for which a smaller call may have room."""
+
+
+class Waiting(Generic[T]):
+    """Those of the calls to one server that are not to be sent yet."""
+
+    def __init__(self, policy: RetryPolicy, replica: Replica, calls: Sized) -> None:
+        """`calls` are all that have no outcome, with those that wait here. `replica` is the server, and is told until
+        when it should have no room.
+        """
+        self._policy = policy
+        self._replica = replica
+        self._calls = calls
+        self._window = Window(policy.retries)
+        self._held: Line[T] = Line()
+        self._later: dict[int, tuple[float, Call[T]]] = {}
+        """Calls to be sent again, and from when on."""
+        self._failed: dict[int, tuple[Call[T], OverloadedError]] = {}
+        """Calls that are not to wait, because the server is full."""
+        self.wakeup = inf
+        """When there is something to do; until `due` is asked, it only ever becomes earlier."""
+
+    def __len__(self) -> int:
+        """How many calls wait."""
+        return len(self._held) + len(self._later) + len(self._failed)
+
+    def __contains__(self, call: Call[T]) -> bool:
+        """Whether a call waits."""
+        return call in self._held or call.id in self._later or call.id in self._failed
+
+    @property
+    def held(self) -> Collection[Call[T]]:
+        """Those that wait for room and may be sent as soon as there is some, in any order."""
+        return self._held.calls
+
+    @property
+    def refusal(self) -> OverloadedError | None:
+        """The server's last word that it has no room; None while it may have some."""
+        return self._window.refusal
+
+    @property
+    def _unanswered(self) -> int:
+        """How many calls the server has, or is about to be sent."""
+        return len(self._calls) - len(self)
+
+    def add(self, call: Call[T], now: float) -> bool:
+        """Whether a new call may be sent at once, which is not among the `calls` yet. If not, it waits from now on:
+        until the server has room; or, if it cannot be answered in its time or is not to wait, to fail.
+        """
+        if not self._policy.retries:
+            refusal = self._replica.room.refusal(now, call.size)
+            if refusal is None or self._policy.begun.take(now):
+                return True
+        elif self._window.refusal is None or self._is_past(now):
+            return True
+        else:
+            refusal = self._hopeless(call, now)
+        if refusal is None:
+            self._held.join(call)
+        else:
+            self._fail(call, refusal)
+            self.wakeup = now
+        return False
+
+    def _is_past(self, now: float) -> bool:
+        """Whether the server had no room, but so long ago that it may have some."""
+        if self._held or not self._window.passed(now):
+            return False
+        self._window.forget()
+        return True
+
+    def _hopeless(self, call: Call[T], now: float) -> OverloadedError | None:
+        """The error of a new call that cannot be answered in its time, as far as is known."""
+        waiting, unanswered = len(self._held), self._unanswered
+        if not waiting:
+            self._window.speed.begin(now, anew=not unanswered)
+            if self._window.room(unanswered) >= 1:
+                return None  # it is released at once
+        return self._window.hopeless(waiting + unanswered, now, call.deadline)
+
+    def release(self, now: float) -> list[Call[T]]:
+        """Those that wait no more, because the server has room for them."""
+        if not self._held:
+            return []
+        room = self._window.room(self._unanswered)
+        if now >= self._window.asks:
+            self._window.asked(now)
+            room = max(room, 1)
+        released: list[Call[T]] = []
+        while len(released) + 1 <= room and self._held:
+            released.append(self._held.next())
+        if self._held:
+            self.wakeup = min(self.wakeup, self._window.asks)
+        return released
+
+    def again(self, call: Call[T], until: float) -> None:
+        """A call is to be sent again, and not before then."""
+        call.stream = 0
+        call.refusal = None
+        call.avoid = self._replica.address
+        self._later[call.id] = until, call
+        self.wakeup = min(self.wakeup, until)
+
+    def refused(self, call: Call[T], error: AttnServeError, now: float) -> bool:
+        """Whether a call that ended with an error waits until the server has room; if so, it does from now on, unless
+        the server is given up: see `answered`.
+        """
+        for_all = room_after(error) is not None and (_is_for_all(error) or self._unanswered > 1)
+        wait = self._policy.until_room if for_all else self._policy.after_overload
+        pause = wait(error, call.refusals + 1, now, call.deadline)
+        if pause is None:
+            return False
+        assert isinstance(error, OverloadedError)
+        self.again(call, now + pause)
+        call.refusals += 1
+        call.refusal = error
+        if for_all:
+            self._window.refused(error, self._unanswered, pause, now)
+            self._replica.room.until = max(self._replica.room.until, min(self._window.asks, now + LONGEST))
+        return True
+
+    def answered(self, calls: int, now: float, *, refused: bool) -> None:
+        """Notes that calls have been answered, and whether others were refused. If the server has refused too many in a
+        row and has none, none is to wait for it.
+        """
+        self._window.answered(calls, len(self._held), now)
+        if not (refused and self._window.given_up):
+            return
+        assert self._window.refusal is not None
+        for call in [*(call for _, call in self._later.values() if call.refusal is not None), *self._held.calls]:
+            self.leave(call)
+            error = call.refusal or self._window.refusal
+            self._fail(call, OverloadedError(str(error), code=error.code, details=error.details))
+        self.wakeup = min(self.wakeup, now)
+
+    def _fail(self, call: Call[T], error: OverloadedError) -> None:
+        self._failed[call.id] = call, error
+
+    def leave(self, call: Call[T]) -> None:
+        """A call waits no more, if it did."""
+        self._held.leave(call)
+        self._later.pop(call.id, None)
+        self._failed.pop(call.id, None)
+
+    def may_move(self) -> list[Call[T]]:
+        """Those that another server may be sent at once. Those that this one refused wait out the pause that it asked
+        for.
+        """
+        return [*self._held.calls, *(call for _, call in self._later.values() if call.refusal is None)]
+
+    def failed(self) -> list[tuple[Call[T], OverloadedError]]:
+        """Those that fail, with their errors. They wait no more."""
+        failed, self._failed = list(self._failed.values()), {}
+        return failed
+
+    def due(self, now: float) -> list[Call[T]]:
+        """Those whose next attempt is due. They wait no more."""
+        due = [call for until, call in self._later.values() if until <= now]
+        for call in due:
+            del self._later[call.id]
+        self.wakeup = min((until for until, _ in self._later.values()), default=inf)
+        return due
+
+    def hold(self, calls: Iterable[Call[T]]) -> None:
+        """Calls wait for room, if there is none."""
+        for call in calls:
+            self._held.join(call)
+
+    def forget_server(self) -> None:
+        """The next stream may lead to another server, or to one that has started again."""
+        self._window.forget()
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._held.clear()
+        self._later.clear()
+        self._failed.clear()
+
+
+def _is_for_all(error: AttnServeError) -> bool:
+    """Whether a server that refused a call so may have refused any."""
+    return not (isinstance(error, OverloadedError) and error.bound in _BY_SIZE)
