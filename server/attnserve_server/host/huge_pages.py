@@ -19,7 +19,7 @@ HUGE_PAGE: Final = 2 << 20
 
 
 def zeros(size: int) -> NDArray[np.uint8]:
-    """Zeros, written once, so that the memory is committed: in huge pages if the system has them. Raises MemoryError."""
+    """Zeros, written once so that the memory is committed, in huge pages if the system has them. Raises MemoryError."""
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
