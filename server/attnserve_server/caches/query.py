@@ -21,6 +21,7 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64, stay_in_float32
 
 FEW_QUERIES: Final = 16
@@ -273,9 +274,7 @@ class QueryAttention:
 def has_few_queries(query: CacheQuery, per_page: int) -> bool:
     """Whether pages can be computed one by one, without a copy: for few queries without rare options."""
     _, heads, length, _ = query.query.shape
-    if query.score is not None or query.softcap > 0 or query.return_scores is not None:
-        return False
-    if query.alibi_slopes is not None and query.mask is not None:
+    if not is_fusable(query) or (query.alibi_slopes is not None and query.mask is not None):
         return False
     # Partial results must be no larger than the pages that they are computed from.
     shape = query.shape

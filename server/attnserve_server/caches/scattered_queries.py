@@ -18,6 +18,7 @@ from attnserve_server.devices.compute import Scattering
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels import AttentionResult, varlen_cuda
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ def attend_group(
 
 
 def _is_plain(problem: Problem, shape: CacheShape, pool: PagePool) -> bool:
-    if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
+    if not is_fusable(problem) or problem.tensors.keys() & {"mask", "bias", "alibi_slopes"}:
         return False
-    if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or needs_float64(problem.scale, problem.softcap):
+    if needs_float64(problem.scale, problem.softcap):
         return False
     return computes(shape, TORCH[problem.dtype], problem.query_heads, problem.query_length, pool)
 
@@ -115,7 +116,7 @@ def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scatteri
 
 def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
     _, heads, length, _ = query.query.shape
-    if query.score is not None or query.softcap > 0 or query.return_scores is not None:
+    if not is_fusable(query):
         return None
     if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
         return None

@@ -25,6 +25,7 @@ from attnserve_server.devices.inputs import Allocate, fill
 from attnserve_server.devices.staging import TORCH, Upload
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.ragged import ALIGNMENT, MAX_SEQUENCES, RaggedCall, RaggedKernel
 from attnserve_server.requests.problem import Problem
@@ -123,7 +124,7 @@ def pack(requests: Sequence[Request], kernels: Sequence[RaggedKernel]) -> tuple[
 
 def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel | None:
     """The kernel for a problem, if one takes it at any lengths."""
-    if problem.score is not None or problem.softcap > 0 or problem.return_scores is not None:
+    if not is_fusable(problem):
         return None
     if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or problem.query_heads > MAX_SEQUENCES:
         return None

@@ -19,6 +19,7 @@ from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.ragged import (
     MAX_SEQUENCES,
     RaggedCall,
@@ -41,9 +42,7 @@ _efficient_ragged = torch.ops.aten._efficient_attention_forward.default
 
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call of tensors on a CUDA device."""
-    if call.query.dtype == torch.float64:
-        return False
-    if call.score is not None or call.softcap > 0 or call.return_scores is not None:
+    if call.query.dtype == torch.float64 or not is_fusable(call):
         return False
     if call.query.shape[1] > MAX_SEQUENCES or math.needs_float64(call.scale, call.softcap):
         return False

@@ -21,6 +21,7 @@ from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.fused import is_fusable
 
 NAME = "cpu_flash"
 ROW_ELEMENTS = 16
@@ -47,9 +48,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
-    if call.query.device.type != "cpu" or call.score is not None or call.softcap > 0 or call.return_scores is not None:
-        return False
-    if math.needs_float64(call.scale, call.softcap):
+    if call.query.device.type != "cpu" or not is_fusable(call) or math.needs_float64(call.scale, call.softcap):
         return False
     # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or call.mask is None
