@@ -52,7 +52,7 @@ def _applies(query: CacheQuery) -> bool:
             return_scores=query.return_scores,
             scale=query.scale,
             softcap=query.softcap,
-            mask=query.mask is not None,
+            hides=query.mask is not None or query.bias is not None,
             alibi=query.alibi_slopes is not None,
         )
         and tensor.dtype in DTYPES

@@ -120,7 +120,10 @@ class QueryAttention:
         tensor = query.query if query.query.dtype == dtype else query.query.to(dtype)
         # A sum is finite only if all its terms are. Looking on another device would mean waiting for it.
         finite = device.type == "cpu" and isfinite(tensor.sum().item())
-        return QueryAttention(query, tensor, keys, per_page, groups, finite)
+        attention = QueryAttention(query, tensor, keys, per_page, groups, finite)
+        # Parts are merged by their lses, which in float32 lack digits where they are large.
+        several = sum(map(len, groups)) > 1
+        return attention.in_float64() if several and device.type == "cpu" and _may_have_large_lse(query) else attention
 
     def in_float64(self) -> QueryAttention:
         """The same, in float64, with nothing computed yet."""
@@ -271,10 +274,18 @@ class QueryAttention:
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
 
 
+def _may_have_large_lse(query: CacheQuery) -> bool:
+    """Whether biases, or those of ALiBi, may be large for all keys that matter."""
+    if query.alibi_slopes is None:
+        return query.bias is not None
+    hides = query.mask is not None or query.bias is not None
+    return hides or bool((query.alibi_slopes < 0).any())
+
+
 def has_few_queries(query: CacheQuery, per_page: int) -> bool:
     """Whether pages can be computed one by one, without a copy: for few queries without rare options."""
     _, heads, length, _ = query.query.shape
-    if not is_fusable(query) or (query.alibi_slopes is not None and query.mask is not None):
+    if not is_fusable(query) or (query.alibi_slopes is not None and (query.mask is not None or query.bias is not None)):
         return False
     # Partial results must be no larger than the pages that they are computed from.
     shape = query.shape

@@ -47,17 +47,21 @@ def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.
 def alibi(slopes: torch.Tensor, band: Band) -> tuple[torch.Tensor, torch.Tensor]:
     """The biases [1, Hq, Lq, S] of slopes [Hq], and the term that the lse then lacks [1, Hq, Lq].
 
-    A row's ALiBi is measured from the nearest key that the row reaches, so that the keys that matter have small biases;
-    that leaves the softmax the same, and the second result corrects the lse.
+    A row's ALiBi is measured from the nearest key that the row reaches, or the farthest if the slope is negative, so
+    that the keys that matter have small biases; that leaves the softmax the same, and the second result corrects the
+    lse.
     """
     device = slopes.device
     position = torch.arange(band.query_length, device=device).unsqueeze(1) + band.offset
     distance = (position - torch.arange(band.kv_length, device=device)).abs()
+    within = distance
     if not band.is_everything:
-        distance = distance.masked_fill(~band.tensor(device), band.query_length + band.kv_length + abs(band.offset))
-    nearest = distance.amin(-1, keepdim=True)
+        outside = ~band.tensor(device)
+        distance = distance.masked_fill(outside, band.query_length + band.kv_length + abs(band.offset))
+        within = within.masked_fill(outside, 0)
     slopes = slopes[None, :, None, None]
-    return -slopes * (distance - nearest), (-slopes * nearest).squeeze(-1)
+    origin = torch.where(slopes < 0, within.amax(-1, keepdim=True), distance.amin(-1, keepdim=True))
+    return -slopes * (distance - origin), (-slopes * origin).squeeze(-1)
 
 
 def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:

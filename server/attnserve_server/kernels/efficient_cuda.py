@@ -46,8 +46,8 @@ def applies(call: AttentionCall) -> bool:
         return False
     if call.query.shape[1] > MAX_SEQUENCES or math.needs_float64(call.scale, call.softcap):
         return False
-    # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-    return call.alibi_slopes is None or call.mask is None
+    # These may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+    return call.alibi_slopes is None or (call.mask is None and call.bias is None)
 
 
 def attend(call: AttentionCall) -> AttentionResult:

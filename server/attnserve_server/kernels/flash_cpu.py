@@ -50,8 +50,8 @@ def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
     if call.query.device.type != "cpu" or not is_fusable(call) or math.needs_float64(call.scale, call.softcap):
         return False
-    # A mask may leave only distant keys, whose large ALiBi biases cost float32 its precision.
-    return call.alibi_slopes is None or call.mask is None
+    # These may leave only distant keys, whose large ALiBi biases cost float32 its precision.
+    return call.alibi_slopes is None or (call.mask is None and call.bias is None)
 
 
 def attend(call: AttentionCall) -> AttentionResult:

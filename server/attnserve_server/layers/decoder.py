@@ -70,7 +70,7 @@ class DecoderSteps:
             return_scores=None,
             scale=scoring.scale,
             softcap=scoring.softcap,
-            mask=False,
+            hides=False,
             alibi=scoring.alibi_slopes is not None,
         )
         if not there:

@@ -76,7 +76,7 @@ def direct_of(architecture: Attention, weights: Weights, scale: float, slopes: t
         return_scores=None,
         scale=scale,
         softcap=architecture.softcap,
-        mask=False,
+        hides=False,
         alibi=slopes is not None,
     )
     if not there or project.inputs != architecture.inputs:

@@ -55,7 +55,7 @@ def applies(call: AttentionCall) -> bool:
             return_scores=call.return_scores,
             scale=call.scale,
             softcap=call.softcap,
-            mask=call.mask is not None,
+            hides=call.mask is not None or call.bias is not None,
             alibi=call.alibi_slopes is not None,
         )
         and all(tensor.dtype in DTYPES and tensor.stride(3) == 1 for tensor in tensors)

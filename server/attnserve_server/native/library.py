@@ -112,15 +112,15 @@ class Shape(NamedTuple):
 
 
 def computes(
-    *, widest: int, score: object, return_scores: object, scale: float, softcap: float, mask: bool, alibi: bool
+    *, widest: int, score: object, return_scores: object, scale: float, softcap: float, hides: bool, alibi: bool
 ) -> bool:
     """Whether the kernel supports what a call asks for: heads of this width, no learned score, no scores to return, and
-    numbers that keep scores within float32.
+    numbers that keep scores within float32. `hides`: keys may be hidden by a mask, or a bias.
     """
     if widest > MAX_WIDTH or score is not None or return_scores is not None:
         return False
-    # A mask may leave only distant keys, whose ALiBi biases are so large that float32 loses its precision.
-    return max(abs(scale), softcap) <= MAX_FACTOR and not (mask and alibi)
+    # Where only distant keys are left, their ALiBi biases are so large that float32 loses its precision.
+    return max(abs(scale), softcap) <= MAX_FACTOR and not (hides and alibi)
 
 
 def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:

@@ -37,7 +37,7 @@ def applies(problem: Problem) -> bool:
         return_scores=problem.return_scores,
         scale=problem.scale,
         softcap=problem.softcap,
-        mask="mask" in problem.tensors,
+        hides=not problem.tensors.keys().isdisjoint(("mask", "bias")),
         alibi="alibi_slopes" in problem.tensors,
     )
 

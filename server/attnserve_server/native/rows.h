@@ -11,8 +11,9 @@ struct row {
     const uint8_t *mask;
     int64_t begin, end;         /* the keys that it reaches, before masking */
     int64_t head, query;
-    int64_t nearest;            /* with ALiBi: the key within reach that is nearest to its position, */
-    double distance;            /* and its distance; 0 without */
+    int64_t nearest;            /* with ALiBi: the key within reach that is nearest to its position */
+    float origin;               /* and how much further away is the key whose bias is greatest, that is taken for 0: */
+    double distance;            /* the distance of that one; 0 without */
     int64_t reached;            /* how many keys so far have not been excluded */
     float slope;
     float top, total;           /* the maximum score so far, and the sum of all exp(score - top) */
@@ -31,7 +32,9 @@ INLINE void begin_row(struct row *row, const struct call *call, int64_t head, in
     row->distance = 0;
     if (call->slopes) {
         row->nearest = most(least(position, row->end - 1), begin);
-        row->distance = begin < end ? fabs((double)position - (double)row->nearest) : 0;
+        int rises = float_at(call->slopes, head) < 0;
+        row->origin = rises && begin < end ? (float)most(row->nearest - begin, end - 1 - row->nearest) : 0;
+        row->distance = begin < end ? fabs((double)position - (double)row->nearest) + row->origin : 0;
     }
     row->bias = call->bias ? call->bias + head * call->bias_head + query * call->bias_query : NULL;
     row->mask = call->mask ? call->mask + head * call->mask_head + query * call->mask_query : NULL;
@@ -75,7 +78,10 @@ static void finish_scores(struct row *row, float *scores, int64_t first, int64_t
         vec x = vload(scores + c) * scale;
         if (call->softcap > 0) x = cap * vtanh(x / cap);
         if (bias) x = x + (call->bias_key ? vload(bias + c) : vset(*bias_part));
-        if (call->slopes) x = vfma(vset(-row->slope), vabs(viota() + vset((float)(first + c - row->nearest))), x);
+        if (call->slopes) {
+            vec further = vabs(viota() + vset((float)(first + c - row->nearest))) - vset(row->origin);
+            x = vfma(vset(-row->slope), further, x);
+        }
         vmask within = vrange(begin - c, end - c);
         if (mask) {
             within = vand(within, vbytes(mask + c));
@@ -207,7 +213,7 @@ INLINE int end_row(const struct row *row, const float *output, vec *suspect) {
     const struct call *call = row->call;
     int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
     char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
-    /* Until now all scores of a row with ALiBi were relative to its nearest key, and so too large by its penalty. */
+    /* Until now all scores of a row with ALiBi were relative to one of its keys, and so too large by its penalty. */
     double top = row->top - (double)row->slope * row->distance, total = row->total, fade = 1;
     int finite = !(row->reached && row->top == -INFINITY);
     if (call->sinks) {
