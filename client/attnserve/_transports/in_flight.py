@@ -26,6 +26,7 @@ class Call(Generic[T]):
         "attempts",
         "avoid",
         "deadline",
+        "due",
         "field",
         "id",
         "message_size",
@@ -74,6 +75,8 @@ class Call(Generic[T]):
         """How many servers had no room for it."""
         self.refusal: OverloadedError | None = None
         """The error that refused the last attempt, if a server had no room."""
+        self.due = 0.0
+        """When it is to be sent again, if it waits for that."""
         self.avoid: str | None = None
         """The address of the server at which the last attempt failed."""
         self.resent = False

@@ -1,10 +1,14 @@
-"""Calls that wait to be sent, by their priorities and ages. No I/O, no clock."""
+"""Calls in an order: those that wait to be sent, by their priorities and ages, or those that have a time, by that.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
-from typing import Final, Generic, TypeVar
+from math import inf
+from typing import Any, Final, Generic, TypeVar
 
 from attnserve._transports.in_flight import Call
 
@@ -14,46 +18,72 @@ SPARE: Final = 64
 """How many entries of calls that have gone are kept at least, beside as many as there are calls."""
 
 
-class Line(Generic[T]):
-    """A queue of calls, of which any may leave."""
+def by_priority(call: Call[Any]) -> float:
+    """The rank of a call among those that may be sent."""
+    return -call.priority
 
-    def __init__(self) -> None:
+
+class Line(Generic[T]):
+    """Calls by rank, the least first, and those of one rank by age. Any may leave, at once."""
+
+    def __init__(self, rank: Callable[[Call[T]], float]) -> None:
+        """`rank` of a call changes only while it is not there."""
+        self._rank = rank
         self._calls: dict[int, Call[T]] = {}
-        self._order: list[tuple[int, int]] = []
-        """A heap of those that wait, and of some that have left: negative priorities, and ids, which grow with time."""
+        self._order: list[tuple[float, int]] = []
+        """A heap of the ranks and ids, which grow with time, of the calls, and of some that have left."""
 
     def __len__(self) -> int:
-        """How many calls wait."""
+        """How many calls there are."""
         return len(self._calls)
 
     def __contains__(self, call: Call[T]) -> bool:
-        """Whether a call waits."""
+        """Whether a call is there."""
         return call.id in self._calls
 
     @property
     def calls(self) -> Collection[Call[T]]:
-        """Those that wait, in any order."""
+        """All, in any order."""
         return self._calls.values()
 
+    @property
+    def least(self) -> float:
+        """The rank of the first; infinite if there is none."""
+        order = self._order
+        while order:
+            rank, number = order[0]
+            if (call := self._calls.get(number)) is not None and self._rank(call) == rank:
+                return rank
+            heappop(order)
+        return inf
+
     def join(self, call: Call[T]) -> None:
-        """A call waits from now on."""
+        """A call is there from now on; it was not before."""
         self._calls[call.id] = call
-        heappush(self._order, (-call.priority, call.id))
+        heappush(self._order, (self._rank(call), call.id))
         if len(self._order) > 2 * len(self._calls) + SPARE:
-            self._order = [(-each.priority, each.id) for each in self._calls.values()]
+            self._order = [(self._rank(each), each.id) for each in self._calls.values()]
             heapify(self._order)
 
     def leave(self, call: Call[T]) -> None:
-        """A call waits no more, if it did."""
+        """A call is there no more, if it was."""
         self._calls.pop(call.id, None)
 
     def next(self) -> Call[T]:
-        """The oldest call of the highest priority, which waits no more. There must be one."""
+        """Takes the first out: the oldest call of the least rank. There must be one."""
         while True:
-            if (call := self._calls.pop(heappop(self._order)[1], None)) is not None:
-                return call
+            rank, number = heappop(self._order)
+            if (call := self._calls.get(number)) is not None and self._rank(call) == rank:
+                return self._calls.pop(number)
+
+    def up_to(self, rank: float) -> list[Call[T]]:
+        """Takes out all of this rank and of lesser ones, in their order."""
+        taken: list[Call[T]] = []
+        while self.least <= rank and self._calls:
+            taken.append(self.next())
+        return taken
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Nothing is there any more."""
         self._calls.clear()
         self._order.clear()

@@ -7,22 +7,23 @@ and outcomes to deliver. All times are seconds of one monotonic clock.
                     ▲                         │ broken(), a reply UNAVAILABLE, or no room
                     └──tick()── waiting ◀─────┘ (retries: see `_settings.retry`)
 
-New calls wait, too, while the server is known to have no room for more: see `waiting.py`.
+New calls wait, too, while the server is known to have no room for more: see `waiting.py`. What is ready goes by
+priorities and ages: a connection may take less than there is.
 A broken stream is replaced by a new one. A reply UNAVAILABLE means that the server is going away: nothing more is sent
 on that stream, the replies that it still owes are awaited, and further calls go onto a new stream.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from math import inf
+from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._errors import (
+    AttnServeError,
     ClientClosedError,
     ProtocolError,
     error_from_status,
@@ -30,11 +31,12 @@ from attnserve._errors import (
     no_room,
 )
 from attnserve._fields import Buffer
-from attnserve._requests.reply import Reply
+from attnserve._requests.reply import Reply, Response
 from attnserve._servers.replicas import Replica
 from attnserve._settings import retry
 from attnserve._transports.framing import cancellation, prefix
 from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.line import Line, by_priority
 from attnserve._transports.waiting import Waiting
 
 T = TypeVar("T")
@@ -60,7 +62,8 @@ class Multiplexer(Generic[T]):
         self._replica = replica or Replica("")
         self._message_bytes = message_bytes
         self._calls: dict[int, Call[T]] = {}
-        self._ready: deque[Call[T]] = deque()
+        self._deadlines: Line[T] = Line(attrgetter("deadline"))
+        self._ready: Line[T] = Line(by_priority)
         self._waiting: Waiting[T] = Waiting(policy, self._replica, self._calls)
         self._cancelled: list[int] = []
         self._last_id = 0
@@ -69,8 +72,6 @@ class Multiplexer(Generic[T]):
         self._opened = 0.0
         """When the current stream was opened."""
         self._leaving: list[Call[T]] = []
-        self._soonest = inf
-        """When `tick` is due for those that do not wait."""
 
     def __len__(self) -> int:
         """How many calls have no outcome yet."""
@@ -88,8 +89,8 @@ class Multiplexer(Generic[T]):
 
     @property
     def wakeup(self) -> float:
-        """When `tick` is due; between ticks it only ever becomes earlier."""
-        return min(self._soonest, self._waiting.wakeup)
+        """When `tick` is due; infinite if nothing is going to be."""
+        return min(self._deadlines.least, self._waiting.wakeup)
 
     @property
     def wants_stream(self) -> bool:
@@ -126,21 +127,29 @@ class Multiplexer(Generic[T]):
         call.id = self._last_id
         at_once = self._waiting.add(call, now)
         self._calls[call.id] = call
+        if call.timeout is not None:
+            self._deadlines.join(call)
         if at_once:
-            self._ready.append(call)
+            self._ready.join(call)
         else:
             self._release(now)
-        if call.deadline < self._soonest:
-            self._soonest = call.deadline
 
     def _release(self, now: float) -> None:
         """Makes those calls ready for which the server has room."""
-        self._ready.extend(self._waiting.release(now))
+        for call in self._waiting.release(now):
+            self._ready.join(call)
 
     def _forget(self, call: Call[T]) -> None:
         """Removes a call, wherever it is, from what has no outcome yet."""
         del self._calls[call.id]
+        self._deadlines.leave(call)
+        self._ready.leave(call)
         self._waiting.leave(call)
+
+    def _end(self, call: Call[T], result: Response | AttnServeError) -> Outcome[T]:
+        """The outcome of a call, which is not kept any more."""
+        self._forget(call)
+        return call, result
 
     def cancel(self, call: Call[T]) -> bool:
         """Forgets a call that nobody waits for. False if it already has its outcome, or has moved to another server:
@@ -151,8 +160,8 @@ class Multiplexer(Generic[T]):
         frees = call not in self._waiting
         self._forget(call)
         self._retract(call)
-        if self.holds and frees:
-            self._soonest = 0.0  # there may be room for another
+        if frees:
+            self._waiting.look_again()
         return True
 
     def _retract(self, call: Call[T]) -> None:
@@ -173,16 +182,16 @@ class Multiplexer(Generic[T]):
             message.append(cancellation(self._cancelled[:MESSAGE_CALLS]))
             del self._cancelled[:MESSAGE_CALLS]
         while self._ready and len(calls) < MESSAGE_CALLS:
-            call = self._ready[0]
-            if call.id in self._calls and call.deadline > now:  # expired ones are left to `tick`
+            call = self._ready.next()
+            if call.deadline > now:  # expired ones are left to `tick`
                 if calls and size + call.size > self._message_bytes:
+                    self._ready.join(call)
                     break
                 message.append(prefix(call, now))
                 message += call.pieces
                 size += call.size
                 call.stream = stream
                 calls.append(call)
-            self._ready.popleft()
         for call in calls:
             call.message_size = size
         return message or None
@@ -214,7 +223,9 @@ class Multiplexer(Generic[T]):
                     continue
             else:
                 answered += 1
-            outcomes.append((self._calls.pop(reply.id), result))
+            del self._calls[reply.id]  # it is neither ready nor waits
+            self._deadlines.leave(call)
+            outcomes.append((call, result))
             self._replica.worked(now, begin)
         self._policy.answered(answered, now)
         self._waiting.answered(answered, now, refused=refused)
@@ -229,14 +240,14 @@ class Multiplexer(Generic[T]):
             self._leave_stream()
             self._replica.asks_to_leave(now)
             if others:
-                self._part_with([*self._ready, *self._waiting.held])
+                self._part_with([*self._ready.calls, *self._waiting.held])
 
     def leave(self) -> None:
         """Moves unsent calls to other servers; those that were sent are awaited. A call that a server had no room for
         waits out the pause that it was told: `tick` then moves it.
         """
         self._leave_stream()
-        self._part_with([*self._ready, *self._waiting.may_move()])
+        self._part_with([*self._ready.calls, *self._waiting.may_move()])
 
     def take_leaving(self) -> list[Call[T]]:
         """The calls to be moved to other servers, which are no longer kept here."""
@@ -249,8 +260,6 @@ class Multiplexer(Generic[T]):
             if not call.pinned and call.id in self._calls:
                 self._forget(call)
                 self._leaving.append(call)
-        # They get new ids elsewhere, which mean other calls here.
-        self._ready = deque(call for call in self._ready if call.id in self._calls)
 
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
@@ -268,21 +277,21 @@ class Multiplexer(Generic[T]):
             if longest.size < longest.message_size:
                 self._message_bytes = longest.message_size // 2
             else:
-                outcomes.append((self._calls.pop(longest.id), error_from_status(status)))
+                outcomes.append(self._end(longest, error_from_status(status)))
                 affected.remove(longest)
             for call in affected:
                 call.stream = 0
-            self._ready.extendleft(reversed(affected))
+                self._ready.join(call)
         else:
             if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
-                affected += [call for call in self._ready if call.id in self._calls]
+                affected += self._ready.calls
                 self._ready.clear()
                 self._waiting.forget_server()
             for call in affected:
                 if retry.breaks_only_the_stream(status.code):
                     self._try_again(call, status, now, outcomes)
                 else:
-                    outcomes.append((self._calls.pop(call.id), error_from_status(status)))
+                    outcomes.append(self._end(call, error_from_status(status)))
             if affected or stream == self._stream:
                 (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
         if stream == self._stream:
@@ -295,7 +304,7 @@ class Multiplexer(Generic[T]):
         if stream == self._stream:
             self._leave_stream()
         affected = [call for call in self._calls.values() if call.stream == stream]
-        return [(self._calls.pop(call.id), ProtocolError(message)) for call in affected]
+        return [self._end(call, ProtocolError(message)) for call in affected]
 
     def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
@@ -307,21 +316,17 @@ class Multiplexer(Generic[T]):
             for call in first_time:
                 call.avoid = self._replica.address
             self._part_with(first_time)
-        outcomes: list[Outcome[T]] = [(call, error) for call, error in failed if call.id in self._calls]
-        for call, _ in outcomes:
-            del self._calls[call.id]
-        for call in [call for call in self._calls.values() if call.deadline <= now]:
+        outcomes = [self._end(call, error) for call, error in failed if call.id in self._calls]
+        for call in self._deadlines.up_to(now):
             refusal = None if call.stream else self._waiting.refusal
-            self._forget(call)
             self._retract(call)
             late = no_reply(call.timeout, self._replica.address) if refusal is None else no_room(refusal, call.timeout)
-            outcomes.append((call, late))
+            outcomes.append(self._end(call, late))
         due = self._waiting.due(now)
         if others:
             self._part_with(due)
             due = [call for call in due if call.pinned]
         self._waiting.hold(due)
-        self._soonest = min((call.deadline for call in self._calls.values()), default=inf)
         self._release(now)
         return outcomes
 
@@ -329,6 +334,7 @@ class Multiplexer(Generic[T]):
         """Gives up all calls."""
         outcomes: list[Outcome[T]] = [(call, ClientClosedError()) for call in self._calls.values()]
         self._calls.clear()
+        self._deadlines.clear()
         self._ready.clear()
         self._waiting.clear()
         self._leave_stream()
@@ -341,8 +347,7 @@ class Multiplexer(Generic[T]):
     def _try_again(self, call: Call[T], status: Status, now: float, outcomes: list[Outcome[T]]) -> None:
         delay = self._policy.delay(call.attempts + 1, now, call.deadline)
         if delay is None:
-            del self._calls[call.id]
-            outcomes.append((call, retry.given_up(status, call.attempts + 1)))
+            outcomes.append(self._end(call, retry.given_up(status, call.attempts + 1)))
             return
         call.attempts += 1
         self._waiting.again(call, now + delay)

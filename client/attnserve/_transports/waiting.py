@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sized
 from math import inf
+from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
 from attnserve._errors import AttnServeError, OverloadedError
@@ -20,7 +21,7 @@ from attnserve._servers.replicas import Replica
 from attnserve._servers.room import LONGEST
 from attnserve._settings.retry import RetryPolicy, room_after
 from attnserve._transports.in_flight import Call
-from attnserve._transports.line import Line
+from attnserve._transports.line import Line, by_priority
 from attnserve._transports.window import Window
 
 T = TypeVar("T")
@@ -40,9 +41,9 @@ class Waiting(Generic[T]):
         self._replica = replica
         self._calls = calls
         self._window = Window(policy.retries)
-        self._held: Line[T] = Line()
-        self._later: dict[int, tuple[float, Call[T]]] = {}
-        """Calls to be sent again, and from when on."""
+        self._held: Line[T] = Line(by_priority)
+        self._later: Line[T] = Line(attrgetter("due"))
+        """Calls to be sent again, by when."""
         self._failed: dict[int, tuple[Call[T], OverloadedError]] = {}
         """Calls that are not to wait, because the server is full."""
         self.wakeup = inf
@@ -54,7 +55,7 @@ class Waiting(Generic[T]):
 
     def __contains__(self, call: Call[T]) -> bool:
         """Whether a call waits."""
-        return call in self._held or call.id in self._later or call.id in self._failed
+        return call in self._held or call in self._later or call.id in self._failed
 
     @property
     def held(self) -> Collection[Call[T]]:
@@ -126,7 +127,8 @@ class Waiting(Generic[T]):
         call.stream = 0
         call.refusal = None
         call.avoid = self._replica.address
-        self._later[call.id] = until, call
+        call.due = until
+        self._later.join(call)
         self.wakeup = min(self.wakeup, until)
 
     def refused(self, call: Call[T], error: AttnServeError, now: float) -> bool:
@@ -155,7 +157,7 @@ class Waiting(Generic[T]):
         if not (refused and self._window.given_up):
             return
         assert self._window.refusal is not None
-        for call in [*(call for _, call in self._later.values() if call.refusal is not None), *self._held.calls]:
+        for call in [*(call for call in self._later.calls if call.refusal is not None), *self._held.calls]:
             self.leave(call)
             error = call.refusal or self._window.refusal
             self._fail(call, OverloadedError(str(error), code=error.code, details=error.details))
@@ -167,14 +169,14 @@ class Waiting(Generic[T]):
     def leave(self, call: Call[T]) -> None:
         """A call waits no more, if it did."""
         self._held.leave(call)
-        self._later.pop(call.id, None)
+        self._later.leave(call)
         self._failed.pop(call.id, None)
 
     def may_move(self) -> list[Call[T]]:
         """Those that another server may be sent at once. Those that this one refused wait out the pause that it asked
         for.
         """
-        return [*self._held.calls, *(call for _, call in self._later.values() if call.refusal is None)]
+        return [*self._held.calls, *(call for call in self._later.calls if call.refusal is None)]
 
     def failed(self) -> list[tuple[Call[T], OverloadedError]]:
         """Those that fail, with their errors. They wait no more."""
@@ -183,16 +185,19 @@ class Waiting(Generic[T]):
 
     def due(self, now: float) -> list[Call[T]]:
         """Those whose next attempt is due. They wait no more."""
-        due = [call for until, call in self._later.values() if until <= now]
-        for call in due:
-            del self._later[call.id]
-        self.wakeup = min((until for until, _ in self._later.values()), default=inf)
+        due = self._later.up_to(now)
+        self.wakeup = self._later.least
         return due
 
     def hold(self, calls: Iterable[Call[T]]) -> None:
         """Calls wait for room, if there is none."""
         for call in calls:
             self._held.join(call)
+
+    def look_again(self) -> None:
+        """There may be room, although no answer has come."""
+        if self._held:
+            self.wakeup = 0.0
 
     def forget_server(self) -> None:
         """The next stream may lead to another server, or to one that has started again."""
