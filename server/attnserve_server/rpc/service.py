@@ -7,7 +7,7 @@ is the status of its RPC; an error of a call on a stream travels in its reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Final, TypeAlias, get_args
@@ -18,17 +18,13 @@ from grpc import aio
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Role
 from attnserve_server.errors import CallerChanged, RequestError, error_for_caller
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.tracing import Trace, Tracing
+from attnserve_server.observability.tracing import Trace
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
-from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
-from attnserve_server.rpc.stream import CallStream
+from attnserve_server.rpc.stream import CallStream, Streams
 from attnserve_server.rpc.stream_life import StreamLife
-from attnserve_server.rpc.unread import UnreadReplies
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Held, Outcome, Sending
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
@@ -38,38 +34,30 @@ Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
 
 
 class AttentionService:
-    """The service for one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
-    them on a stream; `info` makes the reply to ServerInfo.
+    """The service for one engine: that of `streams`, whose readers, fast path and the like are for unary calls too.
+    `info` makes the reply to ServerInfo.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        metrics: Metrics,
+        streams: Streams,
         rpcs: Rpcs,
-        readers: Mapping[str, Read],
-        max_message_calls: int,
-        max_unanswered: int,
         info: Callable[[], pb.ServerInfoResponse],
-        tracing: Tracing | None = None,
         max_caller_streams: int = 1024,
         stream_life: StreamLife | None = None,
-        fast_path: FastPath | None = None,
-        unread: UnreadReplies | None = None,
     ) -> None:
-        self._engine = engine
-        self._metrics = metrics
+        self._streams = streams
+        self._engine = streams.engine
+        self._metrics = streams.metrics
         self._rpcs = rpcs
-        self._readers = readers
-        self._max_message_calls = max_message_calls
-        self._max_unanswered = max_unanswered
+        self._readers = streams.readers
         self._info = info
-        self._tracing = tracing
+        self._tracing = streams.tracing
         self._open_streams = OpenStreams(max_caller_streams)
         self._stream_life = stream_life
-        self._fast_path = fast_path
-        self._unread = unread
-        self._streams: set[CallStream] = set()
+        self._fast_path = streams.fast_path
+        self._unread = streams.unread
+        self._serving: set[CallStream] = set()
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
@@ -89,7 +77,7 @@ class AttentionService:
 
     def end_streams(self) -> None:
         """Ends every stream once what is in flight on it has been answered."""
-        for stream in self._streams:
+        for stream in self._serving:
             stream.end()
 
     def handler(self, operation: str, read: Read) -> Handler:
@@ -169,25 +157,12 @@ class AttentionService:
 
     async def _serve(self, caller: Caller, context: Context) -> None:
         """Serves a stream to its end. Raises RequestError."""
-        stream = CallStream(
-            self._engine,
-            self._metrics,
-            self._readers,
-            self._rpcs.callers,
-            caller,
-            context,
-            self._max_message_calls,
-            self._max_unanswered,
-            self._tracing,
-            self._rpcs.refusals,
-            self._fast_path,
-            self._unread,
-        )
-        self._streams.add(stream)
+        stream = CallStream(self._streams, caller, context)
+        self._serving.add(stream)
         retirement = None if self._stream_life is None else self._stream_life.begin(stream)
         try:
             await stream.serve()
         finally:
-            self._streams.discard(stream)
+            self._serving.discard(stream)
             if retirement is not None:
                 retirement.cancel()
