@@ -39,6 +39,7 @@ from attnserve_server.requests.limits import (
 )
 from attnserve_server.rpc import port
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.calls import Read
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
@@ -46,7 +47,7 @@ from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
-from attnserve_server.rpc.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.rpc.service import SERVICE_NAME, AttentionService
 from attnserve_server.rpc.stream import Streams
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.rpc.unread import UnreadReplies

@@ -96,7 +96,8 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(
-            lambda _, *part: messages.read_request(*part),
+            lambda _, whole: messages.read_request(whole, 0, len(whole)),
+            None,
             Received(anybody("here"), message, perf_counter(), None, None),
         )
     )

@@ -7,7 +7,7 @@ not read its replies, or that has too many calls unanswered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -32,9 +32,8 @@ from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
-from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
-from attnserve_server.rpc.calls import LABELS, Call, read_message
+from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
 from attnserve_server.rpc.rpcs import when_sent
@@ -60,7 +59,7 @@ class Streams:
     """Runs the calls."""
     metrics: Metrics
     """Counts them, and what becomes of them."""
-    readers: Mapping[str, Callable[[Caller, bytes, int, int], Work]]
+    readers: Mapping[str, Read]
     """Read the requests, by the names of the fields that hold them."""
     callers: Callers
     """Identify the caller again once the callers file has changed."""
