@@ -299,7 +299,7 @@ class Server:
         self._refusals.close()
         self.registry.close()
         self.engine.close()
-        if not self.engine.stuck and self.engine.failure is None:
+        if not self.engine.is_computing and self.engine.failure is None:
             self.device.close()
 
 

@@ -27,7 +27,7 @@ from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream, Streams
 from attnserve_server.rpc.stream_life import StreamLife
-from attnserve_server.scheduling.entry import Entry, Held, Outcome, Sending
+from attnserve_server.scheduling.entry import Entry, Held, Outcome, StillHeld
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
@@ -141,7 +141,7 @@ class AttentionService:
                 raise outcome
             usage = self._metrics.usage.of(caller.name)
             reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
-            return reply_message, Sending(entry.caller, entry.requests, entry.size)
+            return reply_message, StillHeld.of(entry)
         except BaseException:
             self._engine.release(entry)
             raise

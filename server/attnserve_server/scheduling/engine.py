@@ -179,7 +179,7 @@ class Engine:
         return self._pending.waiting_for_turns
 
     @property
-    def stuck(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether something is being computed: nothing can interrupt that."""
         return bool(self.worker.runs)
 
@@ -189,7 +189,7 @@ class Engine:
             self._closed = None
 
     def close(self) -> None:
-        """Ends the worker, without waiting for what it computes: see `stuck`."""
+        """Ends the worker, without waiting for what it computes: see `is_computing`."""
         self.worker.close()
 
     def fail(self, why: str) -> None:
