@@ -39,6 +39,7 @@ from attnserve_server.requests.limits import (
 )
 from attnserve_server.rpc import port
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.calls import Read
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
@@ -46,7 +47,8 @@ from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
-from attnserve_server.rpc.service import SERVICE_NAME, AttentionService, Read
+from attnserve_server.rpc.service import SERVICE_NAME, AttentionService
+from attnserve_server.rpc.stream import Streams
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.admission import Admission
@@ -184,20 +186,20 @@ class Server:
                 config.max_message_bytes,
                 CacheFastPath(self.caches, self.device.messages, limits),
             )
-        self._service = AttentionService(
+        streams = Streams(
             self.engine,
             self.metrics,
-            rpcs,
             readers,
+            callers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
-            partial(server_info, config, self.device, limits, batch_flops, self.caches.store.pool_bytes),
+            rpcs.refusals,
             self.tracing,
-            config.max_caller_streams,
-            stream_life,
             fast_path,
             unread,
         )
+        info = partial(server_info, config, self.device, limits, batch_flops, self.caches.store.pool_bytes)
+        self._service = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)
         self._layer_service = LayerService(
             self.registry, rpcs, self.engine.check_open, administration=config.layer_administration
         )
@@ -297,7 +299,7 @@ class Server:
         self._refusals.close()
         self.registry.close()
         self.engine.close()
-        if not self.engine.stuck and self.engine.failure is None:
+        if not self.engine.is_computing and self.engine.failure is None:
             self.device.close()
 
 

@@ -94,7 +94,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
     if interrupted.is_set() and server.cuts_off:
         logger.warning("interrupted while draining: what was in flight is cut off")
         return CUT_OFF, True
-    if server.engine.stuck:
+    if server.engine.is_computing:
         logger.warning("requests that were still being computed are cut off")
         return CUT_OFF, True
     if server.cuts_off:

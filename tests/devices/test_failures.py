@@ -20,10 +20,11 @@ from attnserve_server.access.callers import Caller, Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled
 from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.refusals import Refusals
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import AttentionService
-from attnserve_server.rpc.stream import CallStream
+from attnserve_server.rpc.stream import CallStream, Streams
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -59,7 +60,9 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that reads Attend correctly and fails on Apply."""
     readers = {"attend": read_attention, "apply": read_badly}
     metrics = Metrics("0", "0", "cpu")
-    service = AttentionService(engine, metrics, Rpcs(Callers(), metrics), readers, 64, 64, pb.ServerInfoResponse)
+    rpcs = Rpcs(Callers(), metrics)
+    streams = Streams(engine, metrics, readers, rpcs.callers, 64, 64, rpcs.refusals)
+    service = AttentionService(streams, rpcs, pb.ServerInfoResponse)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -123,9 +126,9 @@ class LeftContext:
 async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
-    stream = CallStream(
-        engine, Metrics("0", "0", "cpu"), {"attend": read_attention}, Callers(), anybody("here"), context, 64, 64
-    )
+    readers = {"attend": read_attention}
+    streams = Streams(engine, Metrics("0", "0", "cpu"), readers, Callers(), 64, 64, Refusals())
+    stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):
         await stream.serve()
     assert await engine.drain(0), "what the caller left behind is still counted"

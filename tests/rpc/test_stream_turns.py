@@ -17,9 +17,10 @@ from google.protobuf.message import Message
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers, anybody
+from attnserve_server.observability.refusals import Refusals
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc import stream
-from attnserve_server.rpc.stream import CallStream
+from attnserve_server.rpc.stream import CallStream, Streams
 
 __all__ = ["torch_threads"]
 
@@ -63,16 +64,16 @@ class Reading:
         request = messages.random_attend(0)
         many = [calls.call(number, request) for number in range(CALLS)]
         self.context: Any = ListedContext(pb.AttendStreamRequest(calls=many))
-        self.stream = CallStream(
+        streams = Streams(
             self.bench.engine,
             self.bench.metrics,
             {"attend": self._read},
             Callers(),
-            anybody("here"),
-            self.context,
             CALLS,
             10 * CALLS,
+            Refusals(),
         )
+        self.stream = CallStream(streams, anybody("here"), self.context)
 
     def _read(self, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
         self.then(self.events.count("call"))

@@ -190,7 +190,7 @@ class PairBench:
         assert await self.engine.drain(PATIENCE_S)
         assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
         assert (self.queue.requests, self.queue.cost, self.engine.waiting_for_turns) == (0, 0, 0)
-        assert self.engine.failure is not None or not self.engine.stuck
+        assert self.engine.failure is not None or not self.engine.is_computing
         self.engine.close()
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:

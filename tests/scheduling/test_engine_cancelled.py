@@ -15,6 +15,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
 from attnserve_server.rpc.rpcs import Received, Rpcs
 from attnserve_server.rpc.service import AttentionService
+from attnserve_server.rpc.stream import Streams
 from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
@@ -90,11 +91,13 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE))
     rpcs = Rpcs(Callers(), bench.metrics)
-    service = AttentionService(bench.engine, bench.metrics, rpcs, {}, 64, 64, pb.ServerInfoResponse)
+    streams = Streams(bench.engine, bench.metrics, {}, rpcs.callers, 64, 64, rpcs.refusals)
+    service = AttentionService(streams, rpcs, pb.ServerInfoResponse)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(
-            lambda _, *part: messages.read_request(*part),
+            lambda _, whole: messages.read_request(whole, 0, len(whole)),
+            None,
             Received(anybody("here"), message, perf_counter(), None, None),
         )
     )

@@ -219,7 +219,7 @@ async def test_draining_waits_for_both() -> None:
     await asyncio.sleep(0)
     with pytest.raises(Draining):
         bench.submit(Asked())
-    assert bench.engine.stuck
+    assert bench.engine.is_computing
     for place in (1, 0):
         assert not drained.done()
         bench.device.end(place)
@@ -238,7 +238,7 @@ async def test_an_engine_is_closed_without_waiting_for_what_computes() -> None:
     await bench.given(Asked(1))
     assert not await bench.engine.drain(0.0)
     bench.engine.close()
-    assert bench.engine.stuck
+    assert bench.engine.is_computing
     bench.device.end_all()
 
 

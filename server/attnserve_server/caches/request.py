@@ -123,8 +123,8 @@ class CachedRequest(CacheWork):
         )
         self.count_at_door()
 
-    def check(self, longest: int) -> None:
-        """Raises InvalidRequest if masks, lengths or offsets do not fit the caches."""
+    def fit(self, longest: int) -> None:
+        """Sets lengths and offsets. Raises InvalidRequest if those that are given, or masks, do not fit the caches."""
         problem = self.problem
         for name in ("mask", "bias"):
             if name in problem.tensors:

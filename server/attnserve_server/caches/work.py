@@ -131,7 +131,7 @@ class CacheWork:
 
     def begin(self) -> None:
         """Places the appends. Raises FailedPrecondition if a cache does not have the expected length, CacheFull if
-        there is less room than could be foreseen, and what `count` and `check` raise.
+        there is less room than could be foreseen, and what `count` and `fit` raise.
         """
         self._before = [use.cache.length(use.layer) for use in self.uses]
         lengths = []
@@ -139,7 +139,7 @@ class CacheWork:
             if not use.expects(before):
                 raise use.unexpected(before, self.spoken_of(use.cache))
             lengths.append(before + use.tokens)
-        self.check(max(lengths, default=0))
+        self.fit(max(lengths, default=0))
         self.count(lengths)
         if self._appends is not None:
             append_ids = [use.append_id for use in self.uses if use.tokens]
@@ -155,8 +155,10 @@ class CacheWork:
         more than a request may cost.
         """
 
-    def check(self, longest: int) -> None:
-        """Raises InvalidRequest if something does not fit the longest of the caches, after the appends."""
+    def fit(self, longest: int) -> None:
+        """Fits the request to its caches, the longest of which has `longest` tokens after the appends: sets what
+        depends on their lengths. Raises InvalidRequest or FailedPrecondition.
+        """
 
     def end(self, failed: bool) -> None:
         """Undoes the appends if it failed."""

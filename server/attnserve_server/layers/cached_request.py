@@ -117,9 +117,9 @@ class CachedLayerRequest(CacheWork):
         self.limits.check_flops(self.applied.flops + resident_flops)
         self.resident_flops = resident_flops
 
-    def check(self, longest: int) -> None:
-        """Raises FailedPrecondition if a cache has layers of different lengths, and InvalidRequest if the positions of
-        inputs or the mask do not fit the caches.
+    def fit(self, longest: int) -> None:
+        """Sets where the inputs begin. Raises FailedPrecondition if a cache has layers of different lengths, and
+        InvalidRequest if the positions of inputs or the mask do not fit the caches.
         """
         given, last = self.applied.input, self.decoder.end_of_positions
         assert given is not None

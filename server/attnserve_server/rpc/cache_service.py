@@ -23,7 +23,7 @@ from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc.rpcs import Rpcs, parsed
-from attnserve_server.rpc.service import AttentionService, Read
+from attnserve_server.rpc.service import AttentionService, ReadWhole
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -56,8 +56,8 @@ class CacheService:
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
-        at_its_turn: dict[str, Read] = {
-            "Append": lambda caller, message, at, end: read_append(self._host, caller.name, message, self._limits),
+        at_its_turn: dict[str, ReadWhole] = {
+            "Append": lambda caller, message: read_append(self._host, caller.name, message, self._limits),
             "Fork": self._fork,
             "Get": self._get,
             "Truncate": self._truncate,
@@ -122,7 +122,7 @@ class CacheService:
             store.give_up(caller.name, request_id, monotonic())
         return pb.CacheServiceDeleteResponse()
 
-    def _fork(self, caller: Caller, data: bytes, at: int, end: int) -> Fork | Forked:
+    def _fork(self, caller: Caller, data: bytes) -> Fork | Forked:
         request = parsed(pb.CacheServiceForkRequest, data)
         request_id = _checked_id("request_id", request.request_id)
         try:
@@ -135,12 +135,12 @@ class CacheService:
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, request_id)
 
-    def _get(self, caller: Caller, data: bytes, at: int, end: int) -> Look:
+    def _get(self, caller: Caller, data: bytes) -> Look:
         request = parsed(pb.CacheServiceGetRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name)
 
-    def _truncate(self, caller: Caller, data: bytes, at: int, end: int) -> Truncate:
+    def _truncate(self, caller: Caller, data: bytes) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
         expected = request.expected_length if request.HasField("expected_length") else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.access.callers import Caller
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
 from attnserve_server.observability.tracing import TraceParent
+from attnserve_server.requests.work import Work
 
 MAX_ID_BYTES: Final = 11
 """The longest varint and its tag."""
@@ -32,6 +34,10 @@ _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
 LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
 """The metrics' names for operations on a stream."""
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
+
+
+Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
+"""Reads a caller's request from a part of a message. Raises RequestError."""
 
 
 class Call(NamedTuple):

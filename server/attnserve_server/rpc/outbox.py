@@ -19,7 +19,7 @@ from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.eager import EagerCoroutine
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Held, Sending
+from attnserve_server.scheduling.entry import Held, StillHeld
 
 MAX_JOINED_BYTES: Final = 1 << 20
 """Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
@@ -127,7 +127,7 @@ class Outbox:
                     self.bytes -= size
                     held = [each.held for each in unsent if each.held is not None]
                     if self._late:
-                        self.kept += [Sending(each.caller, each.requests, each.size) for each in held]
+                        self.kept += [StillHeld.of(each) for each in held]
                     else:
                         self._engine.release(*held)
                     if self._unread is not None and sending is not None:

@@ -7,7 +7,7 @@ is the status of its RPC; an error of a call on a stream travels in its reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Final, TypeAlias, get_args
@@ -18,64 +18,51 @@ from grpc import aio
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Role
 from attnserve_server.errors import CallerChanged, RequestError, error_for_caller
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.tracing import Trace, Tracing
+from attnserve_server.observability.tracing import Trace
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
+from attnserve_server.rpc.calls import Read
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.open_streams import OpenStreams
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
-from attnserve_server.rpc.stream import CallStream
+from attnserve_server.rpc.stream import CallStream, Streams
 from attnserve_server.rpc.stream_life import StreamLife
-from attnserve_server.rpc.unread import UnreadReplies
-from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Entry, Held, Outcome, Sending
+from attnserve_server.scheduling.entry import Entry, Held, Outcome, StillHeld
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["AttentionService"].full_name
 
-Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
-"""Reads a caller's request from a part of a message. Raises RequestError."""
+ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
+"""Reads a caller's request from a message. Raises RequestError."""
 
 
 class AttentionService:
-    """The service for one engine. `readers` read the requests of Attend and Apply, by the names of the fields that hold
-    them on a stream; `info` makes the reply to ServerInfo.
+    """The service for one engine: that of `streams`, whose readers, fast path and the like are for unary calls too.
+    `info` makes the reply to ServerInfo.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        metrics: Metrics,
+        streams: Streams,
         rpcs: Rpcs,
-        readers: Mapping[str, Read],
-        max_message_calls: int,
-        max_unanswered: int,
         info: Callable[[], pb.ServerInfoResponse],
-        tracing: Tracing | None = None,
         max_caller_streams: int = 1024,
         stream_life: StreamLife | None = None,
-        fast_path: FastPath | None = None,
-        unread: UnreadReplies | None = None,
     ) -> None:
-        self._engine = engine
-        self._metrics = metrics
+        self._streams = streams
+        self._engine = streams.engine
+        self._metrics = streams.metrics
         self._rpcs = rpcs
-        self._readers = readers
-        self._max_message_calls = max_message_calls
-        self._max_unanswered = max_unanswered
         self._info = info
-        self._tracing = tracing
         self._open_streams = OpenStreams(max_caller_streams)
         self._stream_life = stream_life
-        self._fast_path = fast_path
-        self._unread = unread
-        self._streams: set[CallStream] = set()
+        self._serving: set[CallStream] = set()
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
+        readers = self._streams.readers
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Attend": self.handler("attend", self._readers["attend"]),
-            "Apply": self.handler("apply", self._readers["apply"]),
+            "Attend": self.handler("attend", _whole(readers["attend"]), self._streams.fast_path),
+            "Apply": self.handler("apply", _whole(readers["apply"])),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": self._rpcs.answering(
                 "server_info", pb.ServerInfoRequest, lambda caller, request: self._info(), *get_args(Role)
@@ -89,40 +76,48 @@ class AttentionService:
 
     def end_streams(self) -> None:
         """Ends every stream once what is in flight on it has been answered."""
-        for stream in self._streams:
+        for stream in self._serving:
             stream.end()
 
-    def handler(self, operation: str, read: Read) -> Handler:
-        """The handler of a unary RPC whose requests go through the engine."""
-        handler = self._rpcs.unary(operation, self._admit, partial(self._answer, read), self._tracing)
-        return handler if self._unread is None else self._unread.watched(operation, handler)
+    def handler(self, operation: str, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
+        """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
+        streams = self._streams
+        handler = self._rpcs.unary(operation, self._admit, partial(self._answer, read, fast_path), streams.tracing)
+        return handler if streams.unread is None else streams.unread.watched(operation, handler)
 
     def _admit(self, caller: Caller) -> None:
         """Raises RequestError for one who may not use the service, or for whom there is no room."""
         caller.require("use")
         self._engine.check(caller.share, 0)
 
-    async def _answer(self, read: Read, received: Received) -> bytes:
+    async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
-        message, held = await self._reply_to(read, *received)
+        message, held = await self._reply_to(read, fast_path, *received)
         when_sent(partial(self._engine.release, held))
         return message
 
     async def _reply_to(
-        self, read: Read, caller: Caller, message: bytes, arrival: float, timeout: float | None, trace: Trace | None
+        self,
+        read: ReadWhole,
+        fast_path: FastPath | None,
+        caller: Caller,
+        message: bytes,
+        arrival: float,
+        timeout: float | None,
+        trace: Trace | None,
     ) -> tuple[bytes, Held]:
         """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
         learns = False
-        if self._fast_path is not None and trace is None and read is self._readers["attend"]:
-            answered = self._fast_path.answer_request(caller, message, arrival, timeout)
+        if fast_path is not None and trace is None:
+            answered = fast_path.answer_request(caller, message, arrival, timeout)
             if answered is not None:
                 self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
                 return answered.message, answered
-            learns = self._fast_path.lacks_layout
+            learns = fast_path.lacks_layout
         self._engine.check(caller.share, len(message))
-        request = read(caller, message, 0, len(message))
-        if learns and self._fast_path is not None:
-            self._fast_path.came(request, message, 0)
+        request = read(caller, message)
+        if learns and fast_path is not None:
+            fast_path.came(request, message, 0)
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
@@ -146,7 +141,7 @@ class AttentionService:
                 raise outcome
             usage = self._metrics.usage.of(caller.name)
             reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
-            return reply_message, Sending(entry.caller, entry.requests, entry.size)
+            return reply_message, StillHeld.of(entry)
         except BaseException:
             self._engine.release(entry)
             raise
@@ -169,25 +164,17 @@ class AttentionService:
 
     async def _serve(self, caller: Caller, context: Context) -> None:
         """Serves a stream to its end. Raises RequestError."""
-        stream = CallStream(
-            self._engine,
-            self._metrics,
-            self._readers,
-            self._rpcs.callers,
-            caller,
-            context,
-            self._max_message_calls,
-            self._max_unanswered,
-            self._tracing,
-            self._rpcs.refusals,
-            self._fast_path,
-            self._unread,
-        )
-        self._streams.add(stream)
+        stream = CallStream(self._streams, caller, context)
+        self._serving.add(stream)
         retirement = None if self._stream_life is None else self._stream_life.begin(stream)
         try:
             await stream.serve()
         finally:
-            self._streams.discard(stream)
+            self._serving.discard(stream)
             if retirement is not None:
                 retirement.cancel()
+
+
+def _whole(read: Read) -> ReadWhole:
+    """Reads requests each of which is a message by itself."""
+    return lambda caller, message: read(caller, message, 0, len(message))

@@ -7,7 +7,8 @@ not read its replies, or that has too many calls unanswered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -31,9 +32,8 @@ from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
-from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
-from attnserve_server.rpc.calls import LABELS, Call, read_message
+from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
 from attnserve_server.rpc.rpcs import when_sent
@@ -51,43 +51,55 @@ ATTENDED: Final = LABELS["attend"]
 """The metrics' name for calls that the fast path answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """What all streams of one service have in common."""
+
+    engine: Engine
+    """Runs the calls."""
+    metrics: Metrics
+    """Counts them, and what becomes of them."""
+    readers: Mapping[str, Read]
+    """Read the requests, by the names of the fields that hold them."""
+    callers: Callers
+    """Identify the caller again once the callers file has changed."""
+    max_message_calls: int
+    """The most calls in a message."""
+    max_unanswered: int
+    """Nothing is read from a caller that has more calls than this unanswered."""
+    refusals: Refusals
+    """Log calls that get an error."""
+    tracing: Tracing | None = None
+    """Records the calls."""
+    fast_path: FastPath | None = None
+    """Answers messages as a whole, unless calls are recorded."""
+    unread: UnreadReplies | None = None
+    """Ends streams whose replies are not read; None if these may wait for ever."""
+
+
 class CallStream:
     """One AttendStream RPC of a caller that may use the service."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        metrics: Metrics,
-        readers: Mapping[str, Callable[[Caller, bytes, int, int], Work]],
-        callers: Callers,
-        caller: Caller,
-        context: aio.ServicerContext[bytes, bytes],
-        max_message_calls: int,
-        max_unanswered: int,
-        tracing: Tracing | None = None,
-        refusals: Refusals | None = None,
-        fast_path: FastPath | None = None,
-        unread: UnreadReplies | None = None,
-    ) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._readers = readers
-        self._callers = callers
-        self._edition = callers.edition
+    def __init__(self, streams: Streams, caller: Caller, context: aio.ServicerContext[bytes, bytes]) -> None:
+        self._engine = streams.engine
+        self._metrics = streams.metrics
+        self._readers = streams.readers
+        self._callers = streams.callers
+        self._edition = streams.callers.edition
         self._caller = caller
-        self._usage = metrics.usage.of(caller.name)
+        self._usage = streams.metrics.usage.of(caller.name)
         self._context = context
-        self._max_message_calls = max_message_calls
-        self._max_unanswered = max_unanswered
-        self._tracing = tracing
-        self._parent = None if tracing is None else in_metadata(context.invocation_metadata())
-        self._refusals = Refusals() if refusals is None else refusals
-        self._fast_path = fast_path if tracing is None else None  # which keeps no traces
+        self._max_message_calls = streams.max_message_calls
+        self._max_unanswered = streams.max_unanswered
+        self._tracing = streams.tracing
+        self._parent = None if streams.tracing is None else in_metadata(context.invocation_metadata())
+        self._refusals = streams.refusals
+        self._fast_path = streams.fast_path if streams.tracing is None else None  # which keeps no traces
         self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
-        self._unread = unread
-        self._outbox = Outbox(context, engine, metrics, unread)
+        self._unread = streams.unread
+        self._outbox = Outbox(context, streams.engine, streams.metrics, streams.unread)
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
         self._ended = False

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
-from attnserve_server.requests.work import BatchResult, Work
+from attnserve_server.requests.work import BatchResult
+from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.shared_lock import SharedLock
 
 if TYPE_CHECKING:
@@ -22,20 +23,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Entry(Protocol):
-    """A request to compute, with whatever the caller of `compute` needs to know of it."""
+class Part(NamedTuple):
+    """Entries of a batch that have one outcome."""
 
-    @property
-    def request(self) -> Work:
-        """The request."""
-
-
-E = TypeVar("E", bound=Entry)
+    entries: list[Entry]
+    """In the batch's order."""
+    outcome: BatchResult | RequestError
+    """Their results, or the error that each of them gets."""
 
 
-def compute(
-    device: Device, entries: list[E], lock: SharedLock | None = None
-) -> list[tuple[list[E], BatchResult | RequestError]]:
+def compute(device: Device, entries: list[Entry], lock: SharedLock | None = None) -> list[Part]:
     """Computes a batch. Returns all entries in their order, each with its outcome; `DeviceFailed` is for all of them.
 
     `lock` is given if the device may compute another batch meanwhile.
@@ -48,13 +45,13 @@ def compute(
         with lock.shared():
             whole = _attempt(device, entries)
     if len(entries) == 1 or isinstance(whole, BatchResult | DeviceFailed):
-        return [(entries, whole)]
-    parts: list[tuple[list[E], BatchResult | RequestError]] = []
+        return [Part(entries, whole)]
+    parts: list[Part] = []
     for entry in entries:
-        part = _attempt(device, [entry]) if lock is None else _attempt_with_room(device, [entry], lock)
-        if isinstance(part, DeviceFailed):
-            return [(entries, part)]
-        parts.append(([entry], part))
+        outcome = _attempt(device, [entry]) if lock is None else _attempt_with_room(device, [entry], lock)
+        if isinstance(outcome, DeviceFailed):
+            return [Part(entries, outcome)]
+        parts.append(Part([entry], outcome))
     return parts
 
 

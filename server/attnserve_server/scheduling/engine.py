@@ -27,11 +27,12 @@ from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batch_times import BatchTimes
 from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.computation import Part
 from attnserve_server.scheduling.deadlines import Deadlines
 from attnserve_server.scheduling.delivery import Delivery
 from attnserve_server.scheduling.entry import Entry, Held
 from attnserve_server.scheduling.pending import PendingRequests
-from attnserve_server.scheduling.worker import Part, Run, Worker
+from attnserve_server.scheduling.worker import Run, Worker
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -179,7 +180,7 @@ class Engine:
         return self._pending.waiting_for_turns
 
     @property
-    def stuck(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether something is being computed: nothing can interrupt that."""
         return bool(self.worker.runs)
 
@@ -189,7 +190,7 @@ class Engine:
             self._closed = None
 
     def close(self) -> None:
-        """Ends the worker, without waiting for what it computes: see `stuck`."""
+        """Ends the worker, without waiting for what it computes: see `is_computing`."""
         self.worker.close()
 
     def fail(self, why: str) -> None:
@@ -289,14 +290,14 @@ class Engine:
             self._fail_by(bug)
 
     def _hand_over(self, run: Run, parts: list[Part]) -> None:
-        if isinstance(parts[0][1], DeviceFailed):
+        if isinstance(parts[0].outcome, DeviceFailed):
             self.fail("the device is lost")
             return
         batch, begin, now = run.batch, run.begin, perf_counter()
         since = self.worker.free(run, now)
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
-        if len(parts) == 1 and not isinstance(parts[0][1], RequestError):  # the time of a failure says nothing
+        if len(parts) == 1 and not isinstance(parts[0].outcome, RequestError):  # the time of a failure says nothing
             # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
             self._batch_times.end(batch.work, since, now if apart else None)
@@ -318,9 +319,9 @@ class Engine:
     def _whole(self, entries: list[Entry], outcome: BatchResult | RequestError) -> Part:
         """What may be delivered. Requests that must run again are queued, at the cost of that."""
         if isinstance(outcome, RequestError) or not outcome.again:
-            return entries, outcome
+            return Part(entries, outcome)
         for place, request in outcome.again.items():
             self._pending.enter_again(entries[place], request)
         places = [place for place in range(len(entries)) if place not in outcome.again]
         results = [outcome.results[place] for place in places]
-        return [entries[place] for place in places], replace(outcome, results=results, again={})
+        return Part([entries[place] for place in places], replace(outcome, results=results, again={}))

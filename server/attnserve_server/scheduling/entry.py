@@ -37,12 +37,17 @@ class Held(Protocol):
         """Their bytes."""
 
 
-class Sending(NamedTuple):
+class StillHeld(NamedTuple):
     """What is held of a request whose reply is being sent, without the request and the results of its batch."""
 
     caller: Hashable
     requests: int
     size: int
+
+    @staticmethod
+    def of(held: Held) -> StillHeld:
+        """What admission counts, without the rest of `held`."""
+        return StillHeld(held.caller, held.requests, held.size)
 
 
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]

@@ -14,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from attnserve_server.errors import RequestError
-from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.batching import Batch
-from attnserve_server.scheduling.computation import compute
+from attnserve_server.scheduling.computation import Part, compute
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.shared_lock import SharedLock
 
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
     from attnserve_server.devices import Device
 
 logger = logging.getLogger(__name__)
-
-Part: TypeAlias = tuple[list[Entry], BatchResult | RequestError]
-"""The outcome of some entries of a batch."""
 
 
 @dataclass(slots=True, eq=False)
