@@ -22,8 +22,8 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered_queries import alike, attend_group, with_sinks
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.results import Parts, fetched, put
-from attnserve_server.devices.staging import TORCH, exact_dtype, heads_first, in_range
-from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
+from attnserve_server.devices.staging import TORCH, heads_first, in_range
+from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore, accumulation_dtype
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.requests.tensors import TensorSpec
 from attnserve_server.requests.work import BatchResult, RequestResult, Work
@@ -246,7 +246,7 @@ def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tenso
     spec = request.problem.tensors.get(name)
     if spec is None:
         return None
-    return in_range(read_tensor(spec, request.payloads, device), exact_dtype(request.problem))
+    return in_range(read_tensor(spec, request.payloads, device), accumulation_dtype(TORCH[request.problem.dtype]))
 
 
 def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:

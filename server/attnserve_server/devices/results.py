@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
-from attnserve_server.kernels import AttentionResult
+from attnserve_server.kernels import AttentionResult, accumulation_dtype
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 from attnserve_server.requests.work import RequestResult
@@ -86,9 +86,8 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
     dtype = TORCH[problem.dtype]
     rows, width, heads = problem.query_length, problem.value_dim, problem.query_heads
     batch = 1 if problem.packed else problem.batch
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     output = torch.empty(batch, heads, rows, width, dtype=dtype)
-    lse = torch.empty(batch, heads, rows, dtype=lse_dtype) if problem.return_lse else None
+    lse = torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype)) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
         scores = torch.full((batch, heads, rows, request.longest[1]), _excluded(problem), dtype=dtype)

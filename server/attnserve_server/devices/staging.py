@@ -14,8 +14,7 @@ import torch
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
-from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
-from attnserve_server.requests.problem import Problem
+from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype
 from attnserve_server.requests.request import Request, Span
 
 TORCH: dict[int, torch.dtype] = {
@@ -67,7 +66,7 @@ class Stager:
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
         query, key, value, finite = self._inputs(members, only)
-        exact = exact_dtype(problem)
+        exact = accumulation_dtype(TORCH[problem.dtype])
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
         parameters = {
@@ -134,7 +133,7 @@ class Stager:
         finite = False
         if self._looks and place.whole:
             # A sum is finite only if all its terms are; one that is not may just have overflowed.
-            finite = isfinite(elements.sum(dtype=exact_dtype(problem)).item())
+            finite = isfinite(elements.sum(dtype=accumulation_dtype(elements.dtype)).item())
         return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
@@ -185,11 +184,6 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
         alone = len(request.spans) > 1 or not problem.stackable
         stacks.setdefault(index if alone else (id(problem), request.spans), []).append(index)
     return list(stacks.values())
-
-
-def exact_dtype(problem: Problem) -> torch.dtype:
-    """The dtype of a problem's sums, biases and parameters."""
-    return torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,13 @@
 """Ways to compute attention on torch tensors, and the table that chooses among them."""
 
-from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
+from attnserve_server.kernels.call import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    Scores,
+    accumulation_dtype,
+)
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
 from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
 
@@ -17,6 +24,7 @@ __all__ = [
     "RaggedResult",
     "ScatteredCall",
     "Scores",
+    "accumulation_dtype",
     "attend",
     "kernel_for",
 ]

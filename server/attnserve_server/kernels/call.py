@@ -14,6 +14,11 @@ import torch
 Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, lse, biases and parameters: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, slots=True)
 class GeneralScore:
     """`scale * q W k` (Luong et al. 2015), W [D, Dk]."""
@@ -64,7 +69,7 @@ class AttentionCall:
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of lse, bias and sums: float64 for float64 queries, else float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.query.dtype)
 
     def sequences(self, start: int, stop: int) -> AttentionCall:
         """The call for some of the sequences."""

@@ -88,7 +88,7 @@ def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor
     )
 
 
-def exact_dtype(query: torch.Tensor) -> torch.dtype:
+def written_out_dtype(query: torch.Tensor) -> torch.dtype:
     """The dtype that this kernel computes such queries in, at first: parameters of scores that have it need no
     conversion.
     """
@@ -110,7 +110,7 @@ def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> boo
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
     """The dtype to compute a call in, at first."""
-    return torch.float64 if needs_float64(call.scale, call.softcap) else exact_dtype(call.query)
+    return torch.float64 if needs_float64(call.scale, call.softcap) else written_out_dtype(call.query)
 
 
 def _units(call: AttentionCall) -> int:
