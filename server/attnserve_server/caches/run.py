@@ -280,7 +280,7 @@ def _laid_out(
     request: CachedRequest, output: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor | None = None
 ) -> Parts:
     """The results of all sequences of a request as its reply has them."""
-    if request.problem.length_first and request.problem.rank > 2:
+    if request.problem.tokens_first:
         output = output.transpose(1, 2)
     return output, lse if request.problem.return_lse else None, scores
 

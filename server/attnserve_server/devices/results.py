@@ -35,7 +35,7 @@ def collect(
             pieces.setdefault(index, []).append((span, result))
             continue
         problem = requests[index].problem
-        output = result.output.transpose(1, 2) if problem.length_first and problem.rank > 2 else result.output
+        output = result.output.transpose(1, 2) if problem.tokens_first else result.output
         count = len(staged_call.parts)
         outputs = rows_of_bytes(output, count)
         lses = None if result.lse is None else rows_of_bytes(result.lse, count)
@@ -98,7 +98,7 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
             lse[where] = result.lse
         if scores is not None and result.scores is not None:
             scores[where][..., : result.scores.shape[-1]] = result.scores
-    if problem.length_first and problem.rank > 2:
+    if problem.tokens_first:
         output = output.transpose(1, 2)
     (output_bytes,) = rows_of_bytes(output, 1)
     return RequestResult(
@@ -113,7 +113,7 @@ def put(into: RequestResult, problem: Problem, where: Rows, result: AttentionRes
     batch = 1 if problem.packed else problem.batch
     heads, rows = problem.query_heads, problem.query_length
     output = torch.frombuffer(into.output, dtype=TORCH[problem.dtype])
-    if problem.length_first and problem.rank > 2:
+    if problem.tokens_first:
         whole = output.view(batch, rows, heads, problem.value_dim).transpose(1, 2)
     else:
         whole = output.view(batch, heads, rows, problem.value_dim)
