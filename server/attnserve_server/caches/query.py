@@ -18,7 +18,14 @@ from attnserve_server.caches.merge import merge
 from attnserve_server.caches.pages import STORAGE, Block, PagePool
 from attnserve_server.caches.parts import Part, as_sequences, by_page
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
+from attnserve_server.kernels import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    Scores,
+    excluded_score,
+)
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.fused import is_fusable
@@ -261,11 +268,10 @@ class QueryAttention:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
         scores = None
         if query.return_scores is not None:
-            excluded = -torch.inf
             parts = [part for part, _ in self.scores]
             if query.return_scores == "weights":
-                excluded = 0.0
                 parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
+            excluded = excluded_score(query.return_scores)
             scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)

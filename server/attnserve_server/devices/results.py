@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
-from attnserve_server.kernels import AttentionResult, accumulation_dtype
+from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 from attnserve_server.requests.work import RequestResult
@@ -73,11 +73,7 @@ def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:
     missing = problem.kv_length - scores.shape[-1]
     if not missing:
         return scores
-    return torch.nn.functional.pad(scores, (0, missing), value=_excluded(problem))
-
-
-def _excluded(problem: Problem) -> float:
-    return 0.0 if problem.return_scores == "weights" else float("-inf")
+    return torch.nn.functional.pad(scores, (0, missing), value=excluded_score(problem.return_scores))
 
 
 def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> RequestResult:
@@ -90,7 +86,8 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
     lse = torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype)) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
-        scores = torch.full((batch, heads, rows, request.longest[1]), _excluded(problem), dtype=dtype)
+        excluded = excluded_score(problem.return_scores)
+        scores = torch.full((batch, heads, rows, request.longest[1]), excluded, dtype=dtype)
     for span, result in parts:
         where = rows_of(problem, span)
         output[where] = result.output

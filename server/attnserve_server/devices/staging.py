@@ -15,6 +15,7 @@ import torch
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype
+from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 
 TORCH: dict[int, torch.dtype] = {
@@ -159,21 +160,10 @@ class Stager:
         return tensor.reshape(len(members) * problem.batch, *shape[1:])
 
     def _score(self, request: Request, dtype: torch.dtype) -> GeneralScore | AdditiveScore | None:
-        problem = request.problem
-        if problem.score is None:
-            return None
+        def parameter(path: str) -> torch.Tensor | None:
+            return in_range(self._tensor([request], path), dtype) if path in request.problem.tensors else None
 
-        def parameter(name: str) -> torch.Tensor | None:
-            path = f"{problem.score}.{name}"
-            return in_range(self._tensor([request], path), dtype) if path in problem.tensors else None
-
-        weight = parameter("weight")
-        if weight is not None:
-            return GeneralScore(weight)
-        query_weight, key_weight = parameter("query_weight"), parameter("key_weight")
-        assert query_weight is not None
-        assert key_weight is not None
-        return AdditiveScore(query_weight, key_weight, parameter("bias"), parameter("output_weight"))
+        return score_of(request.problem, parameter)
 
 
 def _stacks(requests: Sequence[Request]) -> list[list[int]]:
@@ -184,6 +174,20 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
         alone = len(request.spans) > 1 or not problem.stackable
         stacks.setdefault(index if alone else (id(problem), request.spans), []).append(index)
     return list(stacks.values())
+
+
+def score_of(problem: Problem, parameter: Callable[[str], torch.Tensor | None]) -> GeneralScore | AdditiveScore | None:
+    """A problem's score; `parameter` gives the tensor of a path such as `general.weight`, None if there is none."""
+    if problem.score is None:
+        return None
+    if problem.score == "general":
+        weight = parameter("general.weight")
+        assert weight is not None
+        return GeneralScore(weight)
+    query_weight, key_weight = parameter("additive.query_weight"), parameter("additive.key_weight")
+    assert query_weight is not None
+    assert key_weight is not None
+    return AdditiveScore(query_weight, key_weight, parameter("additive.bias"), parameter("additive.output_weight"))
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

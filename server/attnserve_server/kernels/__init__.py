@@ -7,6 +7,7 @@ from attnserve_server.kernels.call import (
     GeneralScore,
     Scores,
     accumulation_dtype,
+    excluded_score,
 )
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
 from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
@@ -26,5 +27,6 @@ __all__ = [
     "Scores",
     "accumulation_dtype",
     "attend",
+    "excluded_score",
     "kernel_for",
 ]

@@ -19,6 +19,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def excluded_score(stage: Scores | None) -> float:
+    """What scores of that stage are for a key that is excluded."""
+    return 0.0 if stage == "weights" else -torch.inf
+
+
 @dataclass(frozen=True, slots=True)
 class GeneralScore:
     """`scale * q W k` (Luong et al. 2015), W [D, Dk]."""

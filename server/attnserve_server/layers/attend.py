@@ -9,7 +9,14 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.devices.compute import Compute
-from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, accumulation_dtype
+from attnserve_server.kernels import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    accumulation_dtype,
+    excluded_score,
+)
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.rows import Batch, Kind, Stack
 
@@ -142,7 +149,7 @@ def replies(
 def _scores(request: LayerInput, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     """The scores [Hq, L, S] of a request's sequences as one tensor, over the most keys; or their means over heads."""
     longest = max(part.shape[2] for part in of_sequences)
-    excluded = 0.0 if request.options.return_scores == "weights" else -torch.inf
+    excluded = excluded_score(request.options.return_scores)
     scores = torch.cat([pad(part, (0, longest - part.shape[2]), value=excluded) for part in of_sequences], 1)
     if not request.options.average_scores:
         return scores
