@@ -25,6 +25,7 @@ from attnserve_server.kernels import (
     GeneralScore,
     Scores,
     excluded_score,
+    part_of,
 )
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
@@ -168,7 +169,7 @@ class QueryAttention:
                 yield self._job_by_page(block, part.begin + block.first_token)
             return
         block = pool.gather(query.shape, pages, tokens, self.tensor.dtype)
-        mask, bias = (_keys(parameter, part.begin, part.end) for parameter in (query.mask, query.bias))
+        mask, bias = (part_of(parameter, 3, part.begin, part.end) for parameter in (query.mask, query.bias))
         if query.kv_length is not None and query.kv_length < self.keys:
             within = torch.arange(part.begin, part.end, device=self.tensor.device).view(1, 1, 1, -1) < query.kv_length
             mask = within if mask is None else mask & within
@@ -293,14 +294,9 @@ def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
 
 
-def _keys(parameter: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    """A mask or bias for some of the keys."""
-    return parameter if parameter is None or parameter.shape[-1] == 1 else parameter[..., begin:end]
-
-
 def _pages(parameter: torch.Tensor | None, first: int, count: int, per_page: int) -> torch.Tensor | None:
     """A mask or bias [1, Hq, Lq, S] for pages from token `first` on as one for a stack [count, Hq, Lq, P]."""
-    parameter = _keys(parameter, first, first + count * per_page)
+    parameter = part_of(parameter, 3, first, first + count * per_page)
     if parameter is None or parameter.shape[-1] == 1:
         return parameter
     return parameter.view(*parameter.shape[1:3], count, per_page).permute(2, 0, 1, 3)

@@ -23,7 +23,7 @@ from attnserve_server.caches.scattered_queries import alike, attend_group, with_
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.results import Parts, fetched, put
 from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
-from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score
+from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.requests.tensors import TensorSpec
 from attnserve_server.requests.work import BatchResult, RequestResult, Work
@@ -242,11 +242,7 @@ def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tenso
 
 def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
     """The part of a mask or bias for a sequence and the keys that it has."""
-    if tensor is None:
-        return None
-    if tensor.shape[0] > 1:
-        tensor = tensor[b : b + 1]
-    return tensor[..., :length] if tensor.shape[3] > 1 else tensor
+    return part_of(part_of(tensor, 0, b, b + 1), 3, 0, length)
 
 
 def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Parts:

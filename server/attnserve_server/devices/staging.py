@@ -14,7 +14,7 @@ import torch
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
-from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype
+from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype, part_of
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 
@@ -212,9 +212,6 @@ def heads_first(
 
 def _cut(tensor: torch.Tensor | None, *bounds: slice) -> torch.Tensor | None:
     """The part of a mask or bias of rank 4 for some sequences, queries and keys; broadcast axes stay as they are."""
-    if tensor is None:
-        return None
     for axis, bound in zip((0, 2, 3), bounds, strict=True):
-        if tensor.shape[axis] > 1:
-            tensor = tensor.narrow(axis, bound.start, bound.stop - bound.start)
+        tensor = part_of(tensor, axis, bound.start, bound.stop)
     return tensor
