@@ -18,7 +18,15 @@ from attnserve_server.caches.merge import merge
 from attnserve_server.caches.pages import STORAGE, Block, PagePool
 from attnserve_server.caches.parts import Part, as_sequences, by_page
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
+from attnserve_server.kernels import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    Scores,
+    excluded_score,
+    part_of,
+)
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.fused import is_fusable
@@ -164,7 +172,7 @@ class QueryAttention:
                 yield self._job_by_page(block, part.begin + block.first_token)
             return
         block = pool.gather(query.shape, pages, tokens, self.tensor.dtype)
-        mask, bias = (_keys(parameter, part.begin, part.end) for parameter in (query.mask, query.bias))
+        mask, bias = (part_of(parameter, 3, part.begin, part.end) for parameter in (query.mask, query.bias))
         if query.kv_length is not None and query.kv_length < self.keys:
             within = torch.arange(part.begin, part.end, device=self.tensor.device).view(1, 1, 1, -1) < query.kv_length
             mask = within if mask is None else mask & within
@@ -264,11 +272,10 @@ class QueryAttention:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
         scores = None
         if query.return_scores is not None:
-            excluded = -torch.inf
             parts = [part for part, _ in self.scores]
             if query.return_scores == "weights":
-                excluded = 0.0
                 parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
+            excluded = excluded_score(query.return_scores)
             scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
@@ -298,14 +305,9 @@ def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
 
 
-def _keys(parameter: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    """A mask or bias for some of the keys."""
-    return parameter if parameter is None or parameter.shape[-1] == 1 else parameter[..., begin:end]
-
-
 def _pages(parameter: torch.Tensor | None, first: int, count: int, per_page: int) -> torch.Tensor | None:
     """A mask or bias [1, Hq, Lq, S] for pages from token `first` on as one for a stack [count, Hq, Lq, P]."""
-    parameter = _keys(parameter, first, first + count * per_page)
+    parameter = part_of(parameter, 3, first, first + count * per_page)
     if parameter is None or parameter.shape[-1] == 1:
         return parameter
     return parameter.view(*parameter.shape[1:3], count, per_page).permute(2, 0, 1, 3)

@@ -22,8 +22,8 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered_queries import alike, attend_group, with_sinks
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.results import Parts, fetched, put
-from attnserve_server.devices.staging import TORCH, exact_dtype, heads_first, in_range
-from attnserve_server.kernels import AdditiveScore, AttentionResult, GeneralScore
+from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
+from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.requests.tensors import TensorSpec
 from attnserve_server.requests.work import BatchResult, RequestResult, Work
@@ -206,16 +206,7 @@ def _queries(device: Device, request: CachedRequest, sequences: Sequence[int]) -
     mask = of_rank_4(read("mask"))
     mask = None if mask is None else mask != 0
     bias = of_rank_4(parameter("bias"))
-    score: GeneralScore | AdditiveScore | None = None
-    if problem.score == "general":
-        weight = parameter("general.weight")
-        assert weight is not None
-        score = GeneralScore(weight)
-    elif problem.score == "additive":
-        query_weight, key_weight = parameter("additive.query_weight"), parameter("additive.key_weight")
-        assert query_weight is not None
-        assert key_weight is not None
-        score = AdditiveScore(query_weight, key_weight, parameter("additive.bias"), parameter("additive.output_weight"))
+    score = score_of(problem, parameter)
     alibi_slopes, sinks = parameter("alibi_slopes"), parameter("sinks")
     return [
         CacheQuery(
@@ -246,16 +237,12 @@ def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tenso
     spec = request.problem.tensors.get(name)
     if spec is None:
         return None
-    return in_range(read_tensor(spec, request.payloads, device), exact_dtype(request.problem))
+    return in_range(read_tensor(spec, request.payloads, device), accumulation_dtype(TORCH[request.problem.dtype]))
 
 
 def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
     """The part of a mask or bias for a sequence and the keys that it has."""
-    if tensor is None:
-        return None
-    if tensor.shape[0] > 1:
-        tensor = tensor[b : b + 1]
-    return tensor[..., :length] if tensor.shape[3] > 1 else tensor
+    return part_of(part_of(tensor, 0, b, b + 1), 3, 0, length)
 
 
 def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Parts:
@@ -264,7 +251,7 @@ def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Par
     lse = _joined([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
-        excluded = 0.0 if problem.return_scores == "weights" else -torch.inf
+        excluded = excluded_score(problem.return_scores)
         _, longest = request.longest
         scores = torch.cat(
             [
@@ -280,7 +267,7 @@ def _laid_out(
     request: CachedRequest, output: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor | None = None
 ) -> Parts:
     """The results of all sequences of a request as its reply has them."""
-    if request.problem.length_first and request.problem.rank > 2:
+    if request.problem.tokens_first:
         output = output.transpose(1, 2)
     return output, lse if request.problem.return_lse else None, scores
 

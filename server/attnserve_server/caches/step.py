@@ -21,7 +21,7 @@ from attnserve_server.caches.merge import merge
 from attnserve_server.caches.pages import STORAGE, Block, PagePool
 from attnserve_server.caches.query import CacheQuery, has_few_queries
 from attnserve_server.caches.shape import TOKEN_MULTIPLE
-from attnserve_server.kernels import AttentionResult
+from attnserve_server.kernels import AttentionResult, part_of
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
@@ -167,7 +167,7 @@ class Step:
 
         def own(parameter: torch.Tensor) -> torch.Tensor:
             """The part of a tensor for all keys that is for the keys `within`."""
-            return parameter if parameter.shape[-1] == 1 else parameter[..., within.start : within.stop]
+            return part_of(parameter, 3, within.start, within.stop)
 
         shift = None
         if query.bias is not None:

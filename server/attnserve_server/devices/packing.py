@@ -94,8 +94,7 @@ class _Rows(NamedTuple):
     @staticmethod
     def of(problem: Problem, heads: int, length: int, begin: int) -> _Rows:
         """The rows of a tensor of `length` tokens (in total where packed) that begins at the row `begin`."""
-        tokens_first = problem.length_first and problem.rank > 2
-        token, head = (heads, 1) if tokens_first else (1, length)
+        token, head = (heads, 1) if problem.tokens_first else (1, length)
         if problem.packed:
             return _Rows(begin, begin + length * heads, token, head, 0)
         return _Rows(begin, begin + problem.batch * length * heads, token, head, length * heads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
-from attnserve_server.kernels import AttentionResult
+from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 from attnserve_server.requests.work import RequestResult
@@ -35,7 +35,7 @@ def collect(
             pieces.setdefault(index, []).append((span, result))
             continue
         problem = requests[index].problem
-        output = result.output.transpose(1, 2) if problem.length_first and problem.rank > 2 else result.output
+        output = result.output.transpose(1, 2) if problem.tokens_first else result.output
         count = len(staged_call.parts)
         outputs = rows_of_bytes(output, count)
         lses = None if result.lse is None else rows_of_bytes(result.lse, count)
@@ -73,11 +73,7 @@ def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:
     missing = problem.kv_length - scores.shape[-1]
     if not missing:
         return scores
-    return torch.nn.functional.pad(scores, (0, missing), value=_excluded(problem))
-
-
-def _excluded(problem: Problem) -> float:
-    return 0.0 if problem.return_scores == "weights" else float("-inf")
+    return torch.nn.functional.pad(scores, (0, missing), value=excluded_score(problem.return_scores))
 
 
 def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> RequestResult:
@@ -86,12 +82,12 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
     dtype = TORCH[problem.dtype]
     rows, width, heads = problem.query_length, problem.value_dim, problem.query_heads
     batch = 1 if problem.packed else problem.batch
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     output = torch.empty(batch, heads, rows, width, dtype=dtype)
-    lse = torch.empty(batch, heads, rows, dtype=lse_dtype) if problem.return_lse else None
+    lse = torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype)) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
-        scores = torch.full((batch, heads, rows, request.longest[1]), _excluded(problem), dtype=dtype)
+        excluded = excluded_score(problem.return_scores)
+        scores = torch.full((batch, heads, rows, request.longest[1]), excluded, dtype=dtype)
     for span, result in parts:
         where = rows_of(problem, span)
         output[where] = result.output
@@ -99,7 +95,7 @@ def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> Re
             lse[where] = result.lse
         if scores is not None and result.scores is not None:
             scores[where][..., : result.scores.shape[-1]] = result.scores
-    if problem.length_first and problem.rank > 2:
+    if problem.tokens_first:
         output = output.transpose(1, 2)
     (output_bytes,) = rows_of_bytes(output, 1)
     return RequestResult(
@@ -114,7 +110,7 @@ def put(into: RequestResult, problem: Problem, where: Rows, result: AttentionRes
     batch = 1 if problem.packed else problem.batch
     heads, rows = problem.query_heads, problem.query_length
     output = torch.frombuffer(into.output, dtype=TORCH[problem.dtype])
-    if problem.length_first and problem.rank > 2:
+    if problem.tokens_first:
         whole = output.view(batch, rows, heads, problem.value_dim).transpose(1, 2)
     else:
         whole = output.view(batch, heads, rows, problem.value_dim)

@@ -14,7 +14,7 @@ import torch
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
-from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore
+from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype, part_of
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request, Span
 
@@ -67,7 +67,7 @@ class Stager:
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
         query, key, value, finite = self._inputs(members, only)
-        exact = exact_dtype(problem)
+        exact = accumulation_dtype(TORCH[problem.dtype])
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
         parameters = {
@@ -134,7 +134,7 @@ class Stager:
         finite = False
         if self._looks and place.whole:
             # A sum is finite only if all its terms are; one that is not may just have overflowed.
-            finite = isfinite(elements.sum(dtype=exact_dtype(problem)).item())
+            finite = isfinite(elements.sum(dtype=accumulation_dtype(elements.dtype)).item())
         return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
@@ -160,21 +160,10 @@ class Stager:
         return tensor.reshape(len(members) * problem.batch, *shape[1:])
 
     def _score(self, request: Request, dtype: torch.dtype) -> GeneralScore | AdditiveScore | None:
-        problem = request.problem
-        if problem.score is None:
-            return None
+        def parameter(path: str) -> torch.Tensor | None:
+            return in_range(self._tensor([request], path), dtype) if path in request.problem.tensors else None
 
-        def parameter(name: str) -> torch.Tensor | None:
-            path = f"{problem.score}.{name}"
-            return in_range(self._tensor([request], path), dtype) if path in problem.tensors else None
-
-        weight = parameter("weight")
-        if weight is not None:
-            return GeneralScore(weight)
-        query_weight, key_weight = parameter("query_weight"), parameter("key_weight")
-        assert query_weight is not None
-        assert key_weight is not None
-        return AdditiveScore(query_weight, key_weight, parameter("bias"), parameter("output_weight"))
+        return score_of(request.problem, parameter)
 
 
 def _stacks(requests: Sequence[Request]) -> list[list[int]]:
@@ -187,9 +176,18 @@ def _stacks(requests: Sequence[Request]) -> list[list[int]]:
     return list(stacks.values())
 
 
-def exact_dtype(problem: Problem) -> torch.dtype:
-    """The dtype of a problem's sums, biases and parameters."""
-    return torch.float64 if problem.dtype == pb.DATA_TYPE_FLOAT64 else torch.float32
+def score_of(problem: Problem, parameter: Callable[[str], torch.Tensor | None]) -> GeneralScore | AdditiveScore | None:
+    """A problem's score; `parameter` gives the tensor of a path such as `general.weight`, None if there is none."""
+    if problem.score is None:
+        return None
+    if problem.score == "general":
+        weight = parameter("general.weight")
+        assert weight is not None
+        return GeneralScore(weight)
+    query_weight, key_weight = parameter("additive.query_weight"), parameter("additive.key_weight")
+    assert query_weight is not None
+    assert key_weight is not None
+    return AdditiveScore(query_weight, key_weight, parameter("additive.bias"), parameter("additive.output_weight"))
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -214,9 +212,6 @@ def heads_first(
 
 def _cut(tensor: torch.Tensor | None, *bounds: slice) -> torch.Tensor | None:
     """The part of a mask or bias of rank 4 for some sequences, queries and keys; broadcast axes stay as they are."""
-    if tensor is None:
-        return None
     for axis, bound in zip((0, 2, 3), bounds, strict=True):
-        if tensor.shape[axis] > 1:
-            tensor = tensor.narrow(axis, bound.start, bound.stop - bound.start)
+        tensor = part_of(tensor, axis, bound.start, bound.stop)
     return tensor

@@ -10,7 +10,15 @@ from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.packing import FEW_ROWS
-from attnserve_server.kernels import RAGGED_KERNELS, AttentionCall, RaggedCall, ScatteredCall, attend, varlen_cuda
+from attnserve_server.kernels import (
+    RAGGED_KERNELS,
+    AttentionCall,
+    RaggedCall,
+    ScatteredCall,
+    accumulation_dtype,
+    attend,
+    varlen_cuda,
+)
 from attnserve_server.requests.limits import DEFAULT_LIMITS
 from attnserve_server.requests.request import Request, request_of
 
@@ -40,8 +48,7 @@ def warm_calls(device: torch.device) -> list[AttentionCall]:
     calls = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         query = torch.randn(2, 4, 16, 64, device=device).to(dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        bias = torch.zeros(1, 1, 16, 16, dtype=wide, device=device)
+        bias = torch.zeros(1, 1, 16, 16, dtype=accumulation_dtype(dtype), device=device)
         calls += [
             AttentionCall(query, query, query, 0.125, mask=bias == 0),
             AttentionCall(query, query, query, 0.125, bias=bias, return_lse=True),

@@ -1,6 +1,15 @@
 """Ways to compute attention on torch tensors, and the table that chooses among them."""
 
-from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, Scores
+from attnserve_server.kernels.call import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    Scores,
+    accumulation_dtype,
+    excluded_score,
+    part_of,
+)
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
 from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
 
@@ -17,6 +26,9 @@ __all__ = [
     "RaggedResult",
     "ScatteredCall",
     "Scores",
+    "accumulation_dtype",
     "attend",
+    "excluded_score",
     "kernel_for",
+    "part_of",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.call import AttentionCall, AttentionResult, part_of
 
 VECTOR_ELEMENTS = 32
 """A multiple of the elements that torch computes at once on any CPU."""
@@ -26,7 +26,7 @@ def exclusion(call: AttentionCall, band: Band, begin: int, end: int, causal: boo
     if not band.is_everything and not causal:
         excluded = ~band.tensor(call.query.device)[None, None]
     if call.mask is not None:
-        masked = ~(call.mask if call.mask.shape[-1] == 1 else call.mask[..., begin:end])
+        masked = ~part_of(call.mask, 3, begin, end)
         excluded = masked if excluded is None else excluded | masked
     if excluded is None or excluded.shape[-1] == band.kv_length:
         return excluded
@@ -35,9 +35,7 @@ def exclusion(call: AttentionCall, band: Band, begin: int, end: int, causal: boo
 
 def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What to add to the scores of the keys from `begin` to `end`, and the term that the lse then lacks [1, Hq, Lq]."""
-    bias = call.bias
-    if bias is not None and bias.shape[-1] != 1:
-        bias = bias[..., begin:end]
+    bias = part_of(call.bias, 3, begin, end)
     if call.alibi_slopes is None:
         return bias, None
     slopes, shift = alibi(call.alibi_slopes, band)

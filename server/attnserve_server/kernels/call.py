@@ -7,11 +7,21 @@ widths of queries, keys and values. Heads come first. Section numbers are those 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import torch
 
 Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, lse, biases and parameters: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def excluded_score(stage: Scores | None) -> float:
+    """What scores of that stage are for a key that is excluded."""
+    return 0.0 if stage == "weights" else -torch.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ class AttentionCall:
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of lse, bias and sums: float64 for float64 queries, else float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.query.dtype)
 
     def sequences(self, start: int, stop: int) -> AttentionCall:
         """The call for some of the sequences."""
@@ -73,8 +83,8 @@ class AttentionCall:
             query=self.query[start:stop],
             key=self.key[start:stop],
             value=self.value[start:stop],
-            mask=_part(self.mask, 0, start, stop),
-            bias=_part(self.bias, 0, start, stop),
+            mask=part_of(self.mask, 0, start, stop),
+            bias=part_of(self.bias, 0, start, stop),
         )
 
     def queries(self, start: int, stop: int) -> AttentionCall:
@@ -83,8 +93,8 @@ class AttentionCall:
             self,
             query=self.query[:, :, start:stop],
             offset=self.offset + start,
-            mask=_part(self.mask, 2, start, stop),
-            bias=_part(self.bias, 2, start, stop),
+            mask=part_of(self.mask, 2, start, stop),
+            bias=part_of(self.bias, 2, start, stop),
         )
 
     def kv_heads(self, start: int, stop: int) -> AttentionCall:
@@ -96,8 +106,8 @@ class AttentionCall:
             query=self.query[:, first:last],
             key=self.key[:, start:stop],
             value=self.value[:, start:stop],
-            mask=_part(self.mask, 1, first, last),
-            bias=_part(self.bias, 1, first, last),
+            mask=part_of(self.mask, 1, first, last),
+            bias=part_of(self.bias, 1, first, last),
             alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[first:last],
             sinks=None if self.sinks is None else self.sinks[first:last],
         )
@@ -119,8 +129,16 @@ class AttentionResult:
     suspect: torch.Tensor | None = None
 
 
-def _part(tensor: torch.Tensor | None, axis: int, start: int, stop: int) -> torch.Tensor | None:
-    """A slice along an axis, or all of it where the axis is broadcast."""
+@overload
+def part_of(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor: ...
+
+
+@overload
+def part_of(tensor: torch.Tensor | None, axis: int, start: int, stop: int) -> torch.Tensor | None: ...
+
+
+def part_of(tensor: torch.Tensor | None, axis: int, start: int, stop: int) -> torch.Tensor | None:
+    """A mask or bias for a range along an axis: a slice, or all of it where the axis is broadcast."""
     if tensor is None or tensor.shape[axis] == 1:
         return tensor
     return tensor.narrow(axis, start, stop - start)

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from attnserve_server.kernels import math
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
-from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.call import AttentionCall, AttentionResult, accumulation_dtype
 from attnserve_server.kernels.fused import is_fusable
 
 NAME = "cpu_flash"
@@ -184,7 +184,7 @@ def _run_causal(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gives for the lower triangle, computed in blocks of queries."""
     (count, heads, length, _), kv_length = query.shape, key.shape[2]
-    bars = _causal_bars(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    bars = _causal_bars(accumulation_dtype(query.dtype))
     diagonal = bars.shape[1] - CAUSAL_BLOCK
     outputs, lses = [], []
     for start in range(0, length, CAUSAL_BLOCK):

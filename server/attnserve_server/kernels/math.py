@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore
+from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, part_of
 from attnserve_server.requests.factors import MAX_FACTOR
 
 NAME = "math"
@@ -88,7 +88,7 @@ def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor
     )
 
 
-def exact_dtype(query: torch.Tensor) -> torch.dtype:
+def written_out_dtype(query: torch.Tensor) -> torch.dtype:
     """The dtype that this kernel computes such queries in, at first: parameters of scores that have it need no
     conversion.
     """
@@ -110,7 +110,7 @@ def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> boo
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
     """The dtype to compute a call in, at first."""
-    return torch.float64 if needs_float64(call.scale, call.softcap) else exact_dtype(call.query)
+    return torch.float64 if needs_float64(call.scale, call.softcap) else written_out_dtype(call.query)
 
 
 def _units(call: AttentionCall) -> int:
@@ -151,7 +151,7 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
         if call.return_scores == "capped" and scores is not None:
             scores[:, :, start:stop] = s
         if call.bias is not None:
-            s = s + _rows(call.bias, start, stop)
+            s = s + part_of(call.bias, 2, start, stop)
         attended = _attended(call, band.queries(start, stop), start, stop)
         if attended is not None:
             attended = attended.expand(s.shape)
@@ -183,7 +183,7 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
 
 def _attended(call: AttentionCall, band: Band, start: int, stop: int) -> torch.Tensor | None:
     """Bool that broadcasts to the scores of some queries, true where no mask excludes; None if nothing does."""
-    mask = None if call.mask is None else _rows(call.mask, start, stop)
+    mask = part_of(call.mask, 2, start, stop)
     if band.is_everything:
         return mask
     reached = band.tensor(call.query.device)[None, None]
@@ -282,11 +282,6 @@ def _score_function(
         return s.reshape(*query.shape[:3], kv_length) * call.scale
 
     return additive
-
-
-def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some rows of a tensor that broadcasts to [N, Hq, Lq, S]."""
-    return tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,14 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.devices.compute import Compute
-from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore
+from attnserve_server.kernels import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    accumulation_dtype,
+    excluded_score,
+)
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.rows import Batch, Kind, Stack
 
@@ -131,8 +138,7 @@ def replies(
     returned = zip(requests, outputs, batch.by_request(lses), batch.by_request(scores), strict=True)
     for request, reply, own_lses, own_scores in returned:
         if request.options.return_lse:
-            wide = torch.float64 if output.dtype == torch.float64 else torch.float32
-            no_rows = output.new_zeros(attended.heads, 0, dtype=wide)
+            no_rows = output.new_zeros(attended.heads, 0, dtype=accumulation_dtype(output.dtype))
             reply.lse = torch.cat([no_rows, *(lse for lse in own_lses if lse is not None)], 1)
         if request.options.return_scores is not None:
             no_rows = output.new_zeros(attended.heads, 0, 0)
@@ -143,12 +149,12 @@ def replies(
 def _scores(request: LayerInput, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     """The scores [Hq, L, S] of a request's sequences as one tensor, over the most keys; or their means over heads."""
     longest = max(part.shape[2] for part in of_sequences)
-    excluded = 0.0 if request.options.return_scores == "weights" else -torch.inf
+    excluded = excluded_score(request.options.return_scores)
     scores = torch.cat([pad(part, (0, longest - part.shape[2]), value=excluded) for part in of_sequences], 1)
     if not request.options.average_scores:
         return scores
     # Head by head: the order in which torch sums along an axis depends on an element's position.
-    total = scores[0].to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    total = scores[0].to(accumulation_dtype(scores.dtype))
     for head in scores[1:]:
         total = total + head
     return (total / len(scores)).to(scores.dtype)

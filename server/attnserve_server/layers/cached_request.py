@@ -24,6 +24,7 @@ from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
+from attnserve_server.kernels import part_of
 from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.request import LayerRequest, layer_request_of, run_layer
@@ -261,6 +262,4 @@ def _check_shape(index: int, cache: Cache, architecture: Transformer) -> None:
 
 def _of_sequence(mask: torch.Tensor, n: int, length: int, keys: int) -> torch.Tensor:
     """The part of a mask for the n-th sequence, which has `length` inputs and `keys` keys."""
-    mask = mask[n : n + 1] if mask.shape[0] > 1 else mask
-    mask = mask[:, :, :length] if mask.shape[2] > 1 else mask
-    return mask[..., :keys] if mask.shape[3] > 1 else mask
+    return part_of(part_of(part_of(mask, 0, n, n + 1), 2, 0, length), 3, 0, keys)

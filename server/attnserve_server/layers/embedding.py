@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import embedding
 
+from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.positions import sinusoids
 from attnserve_server.layers.specification import Embedding
@@ -20,7 +21,7 @@ class EmbeddingRows:
     ) -> None:
         self._specification = specification
         self._dtype = dtype
-        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._wide = accumulation_dtype(dtype)
         self._token = parameters.get(f"{prefix}token.weight")
         self._position = parameters.get(f"{prefix}position.weight")
         self._segment = parameters.get(f"{prefix}segment.weight")

@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 import torch
 
 from attnserve_server.devices.compute import Compute, RowFunction, Rows
+from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.direct import Direct, Weights, direct_of
 from attnserve_server.layers.positions import Rotation
@@ -74,7 +75,7 @@ class MultiHead:
         """What batches must have a multiple of rows of."""
         self.output = Linear.of(parameters, f"{prefix}output", products) if specification.output else None
         """From the heads side by side; None: these are the output."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(dtype)
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
         self.value_width = heads * value_width
         """Of all heads' outputs, side by side."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import layer_norm
 
+from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.specification import Norm, NormKind
 
 
@@ -26,7 +27,7 @@ class NormRows:
         Of x, `layer` is (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias, and `rms` is
         x / sqrt(mean(x^2) + epsilon) * weight + bias.
         """
-        wide = rows.to(_wide(rows.dtype))
+        wide = rows.to(accumulation_dtype(rows.dtype))
         if self.kind == "layer":
             return layer_norm(wide, rows.shape[-1:], self.weight, self.bias, self.epsilon).to(rows.dtype)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
@@ -42,11 +43,7 @@ def build_norm(norm: Norm, parameters: Mapping[str, torch.Tensor], prefix: str) 
     weight, bias = parameters.get(f"{prefix}weight"), parameters.get(f"{prefix}bias")
     if weight is not None:
         # Few numbers, kept in the dtype of the computation: adding 1 would cost half precision most of its digits.
-        weight = weight.to(_wide(weight.dtype))
+        weight = weight.to(accumulation_dtype(weight.dtype))
         weight = weight + 1 if norm.unit_offset else weight
-    bias = None if bias is None else bias.to(_wide(bias.dtype))
+    bias = None if bias is None else bias.to(accumulation_dtype(bias.dtype))
     return NormRows(norm.kind, weight, bias, norm.epsilon)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from attnserve_server.devices.compute import Compute
+from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.specification import Rotary
 from attnserve_server.native.passages import Turning
 
@@ -33,7 +34,7 @@ class Rotation:
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype, compute: Compute) -> None:
         self._rotary = rotary
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._dtype = accumulation_dtype(dtype)
         self._frequencies = frequencies(rotary.base, rotary.width, compute.torch_device)
         self._rotations = compute.rotations if self._dtype == torch.float32 else None
         self.elementwise = () if self._rotations is not None else (rotary.width,)

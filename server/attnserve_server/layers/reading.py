@@ -12,6 +12,7 @@ import torch
 
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.staging import TORCH, in_range
+from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput
@@ -24,7 +25,7 @@ def read_input(
     """The input of the layer, without a mask over cached keys: see `read_mask`."""
     lengths, context_lengths = extent.lengths, extent.context_lengths
     dtype = getattr(torch, specification.dtype)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = accumulation_dtype(dtype)
     own_keys = specification.kind == "transformer"
     keys = lengths if context_lengths is None or own_keys else context_lengths
     read = _Reader(application, payloads)

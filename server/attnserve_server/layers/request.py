@@ -21,6 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.results import Parts, fetched
 from attnserve_server.devices.staging import TORCH
+from attnserve_server.kernels import excluded_score
 from attnserve_server.layers.application import Application, application_of
 from attnserve_server.layers.direct import Received, apply
 from attnserve_server.layers.extent import Extent
@@ -132,7 +133,7 @@ class LayerRequest(Independent):
             if lse is not None:
                 lse = _padded(lse.mT, lengths, application.length, -torch.inf).mT
             if scores is not None:
-                excluded = 0.0 if application.options.return_scores == "weights" else -torch.inf
+                excluded = excluded_score(application.options.return_scores)
                 per_row = scores.movedim(-2, 0)  # [total, (Hq,) S]
                 missing = application.keys - per_row.shape[-1]
                 per_row = torch.nn.functional.pad(per_row, (0, missing), value=excluded)

@@ -72,8 +72,7 @@ def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
 
 def strides_of(problem: Problem, heads: int, length: int, width: int) -> Strides:
     """The strides of a packed tensor of `heads` heads and `length` tokens, in the layout of a problem."""
-    tokens_first = problem.length_first and problem.rank > 2
-    return Strides(heads * width, width) if tokens_first else Strides(width, length * width)
+    return Strides(heads * width, width) if problem.tokens_first else Strides(width, length * width)
 
 
 def broadcast_strides(problem: Problem, name: str) -> tuple[int, ...]:

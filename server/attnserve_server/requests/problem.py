@@ -84,6 +84,11 @@ class Problem:
     kind: str
 
     @property
+    def tokens_first(self) -> bool:
+        """Whether a token's heads lie side by side: never so in rank 2, which has no heads."""
+        return self.length_first and self.rank > 2
+
+    @property
     def needs_positions(self) -> bool:
         """Whether positions of queries make any difference."""
         return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors

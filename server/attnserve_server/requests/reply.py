@@ -99,7 +99,7 @@ def _tensors_header(problem: Problem, scores_length: int, sizes: tuple[int, ...]
     batch, heads, length, width = problem.batch, problem.query_heads, problem.query_length, problem.value_dim
     outer = [heads, length] if problem.packed or rank == 3 else [batch, heads, length] if rank == 4 else [length]
     shape = [*outer, width]
-    if problem.length_first and rank > 2:
+    if problem.tokens_first:
         shape[-3], shape[-2] = shape[-2], shape[-3]
     tensors: list[ReplyTensor] = [("output", dtype, shape)]
     if problem.return_lse:
