@@ -361,7 +361,8 @@ def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
         done = run("--listen", addresses["listen"], "--http-listen", addresses["http_listen"], *flags)
     assert done.returncode == 1
     assert "ready: " not in done.stdout
-    assert done.stderr.splitlines()[-1].startswith(f"attnserve-server: {name}: cannot listen on {address}: ")
+    words = f"attnserve-server: {name}: cannot listen on {address}: Address already in use"
+    assert done.stderr.splitlines()[-1] == words
     assert "Traceback" not in done.stderr
 
 
