@@ -263,6 +263,7 @@ def test_startup_says_what_it_runs_on_and_every_setting(
     assert startup["max_requests"] == "77 (flag)"
     assert startup["max_batch_flops"] == "1e9 (flag)"
     assert startup["log_level"] == "info (default)"
+    assert startup["tls_certificate"] == "none (default)"
     assert startup["computes_on"]
     assert "math" in startup["kernels"].split(", ")
     assert startup["cache_pool"] == "64MiB"
