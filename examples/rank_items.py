@@ -26,6 +26,7 @@ from attnserve import (
     AsyncCache,
     AsyncClient,
     AttnServeError,
+    Client,
     DeadlineExceededError,
     FailedPreconditionError,
     NotFoundError,
@@ -193,13 +194,32 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     return bool(max(differences) < 1e-4)
 
 
+def _address(text: str) -> str:
+    """An address that a client takes; nothing is sent to it."""
+    try:
+        Client(text).close()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("address: ")) from None
+    return text
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return int(text)
+
+
 def main() -> int:
     """Runs the example; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", action="append", help="a running service; repeat it for several")
-    parser.add_argument("--users", type=int, default=200, help="how many users at the same time (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=20, help="rankings per user (default %(default)s)")
-    parser.add_argument("--candidates", type=int, default=50, help="items to rank in each (default %(default)s)")
+    parser.add_argument("--address", action="append", type=_address, help="a running service; repeat it for several")
+    parser.add_argument(
+        "--users", type=_at_least_one, default=50, help="how many users at the same time (default %(default)s)"
+    )
+    parser.add_argument("--requests", type=_at_least_one, default=20, help="rankings per user (default %(default)s)")
+    parser.add_argument(
+        "--candidates", type=_at_least_one, default=50, help="items to rank in each (default %(default)s)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=2.0, help="how many seconds a ranking may take (default %(default)s)"
     )
@@ -207,7 +227,7 @@ def main() -> int:
     try:
         if options.address:
             return 0 if asyncio.run(demonstrate(options, options.address)) else 1
-        with Service("--device", "cpu") as service:
+        with Service("--device", "cpu", "--log-level", "error") as service:
             return 0 if asyncio.run(demonstrate(options, service.address)) else 1
     except (AttnServeError, ServiceError) as error:
         print(f"rank_items: {error}", file=sys.stderr)

@@ -76,7 +76,9 @@ class Client:
           for all of them, a sequence of addresses, or a function that returns the current ones, called in any thread.
           Each then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
-        - `timeout`: how many seconds a call waits for its reply, unless it has its own timeout; None for no limit.
+        - `timeout`: how many seconds `attend`, `apply` and their futures wait for their replies, unless they have a
+          timeout of their own; None for no limit. Everything else that a client asks has its own, by default 60 s, and
+          600 s where layers are loaded.
         - `retries`: how often a call is sent again when the server goes away. With 0 none waits for room either.
         - `streams`: over how many streams the calls to a server are spread. One is enough.
         - `options`: gRPC channel options, which override the SDK's own.

@@ -258,6 +258,9 @@ def _error(status: Status) -> AttnServeError:
         return InvalidRequestError(
             f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
         )
+    if code is grpc.StatusCode.UNIMPLEMENTED and not status.details:
+        # No service that has the method says so: it is gRPC itself, where nothing has that name.
+        message = f"what answers there is no attnserve server, or an older one ({message})"
     if error_class is InvalidRequestError:
         return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
     return error_class(message, code=code, details=tuple(details))

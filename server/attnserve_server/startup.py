@@ -31,8 +31,10 @@ class Startup:
             sys.stdout.reconfigure(errors="backslashreplace")  # names of files and layers, where there is only ASCII
 
     def say(self, fact: str, value: str, *, note: str = "", **more: str) -> None:
-        """Prints one fact. `note` follows the value, for people; `more` are fields, for machines."""
-        line = f"{fact}: {value}{note}"
+        """Prints one fact. For people, an empty value is `none`, and `note` follows the value; `more` are fields,
+        for machines.
+        """
+        line = f"{fact}: {value or 'none'}{note}"
         if self._formatter is not None:
             record = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": line}
             line = self._formatter.format(logging.makeLogRecord({**record, "fact": fact, "value": value, **more}))

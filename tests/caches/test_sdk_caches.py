@@ -92,7 +92,7 @@ def test_errors_name_the_tensor_that_does_not_fit(client: Client) -> None:
 
     with client.create_cache(2, 8, value_dim=6) as cache:
         for tensors, field, expected in (
-            ((zeros(1, 8),), "query.shape", "a multiple of the 2 heads of the caches, found 1 heads"),
+            ((zeros(1, 8),), "query.shape", "a multiple of the 2 heads of the caches, found 1 head"),
             ((zeros(2, 1, 7),), "query.shape", "width 8, as the keys of the caches have"),
             ((zeros(2, 1, 8), zeros(1, 1, 8), zeros(1, 1, 6)), "key.shape", "2 heads, as the caches have"),
             ((zeros(2, 1, 8), zeros(2, 1, 8), zeros(2, 1, 8)), "value.shape", "width 6, as the values of the caches"),

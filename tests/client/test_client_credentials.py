@@ -182,6 +182,24 @@ def test_commands_say_that_a_server_speaks_no_tls(
         assert capsys.readouterr().err.endswith("; if it speaks no TLS: http://, without --tls and --ca\n")
 
 
+def test_commands_say_that_a_port_is_that_of_http(
+    server: Server, guarded: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("info", "health"):
+        assert main([command, server.http_address]) == 1
+        assert capsys.readouterr().err.endswith("; that is an HTTP port: gRPC is on another, by default 8001\n")
+
+
+def test_commands_say_that_an_authority_is_not_known(
+    guarded: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = certificates.Authority(tmp_path, "other")
+    for flags in (["--tls"], ["--ca", str(other.ca)]):
+        assert main(["health", guarded.address, *flags]) == 1
+        hint = "; its certificate is of an authority that is not known here, or has expired: --ca FILE\n"
+        assert capsys.readouterr().err.endswith(hint)
+
+
 @pytest.mark.usefixtures("variables")
 def test_commands_take_credentials_from_variables(guarded: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["caches", guarded.address]) == 0

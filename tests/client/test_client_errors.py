@@ -34,7 +34,7 @@ def status(code: grpc.StatusCode, *details: Any) -> Status:
         (grpc.StatusCode.CANCELLED, attnserve.RequestCancelledError, Exception),
         (grpc.StatusCode.INTERNAL, attnserve.ServerError, Exception),
         (grpc.StatusCode.UNKNOWN, attnserve.ServerError, Exception),
-        (grpc.StatusCode.UNIMPLEMENTED, attnserve.ServerError, Exception),
+        (grpc.StatusCode.DATA_LOSS, attnserve.ServerError, Exception),
     ],
 )
 def test_each_code_has_its_error(code: grpc.StatusCode, error: type[Exception], builtin: type[Exception]) -> None:
@@ -88,6 +88,16 @@ def test_a_message_that_grpc_refuses_is_too_long() -> None:
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.limit == "max_message_bytes"
     assert "(max_message_bytes): larger than max" in str(error)
+
+
+def test_a_method_that_grpc_does_not_know_is_of_no_attnserve_server() -> None:
+    """As above; the code with details, which no server of today gives, would be told in the server's own words."""
+    unknown = error_from_status(Status(code=grpc.StatusCode.UNIMPLEMENTED.value[0], message="Method not found!"))
+    assert type(unknown) is attnserve.ServerError
+    assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
+    assert str(unknown) == "what answers there is no attnserve server, or an older one (Method not found!)"
+    told = error_from_status(status(grpc.StatusCode.UNIMPLEMENTED, rpc.ErrorInfo(reason="NOT_YET")))
+    assert str(told) == "key: expected this, found that"
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ def test_a_peer_without_layers(ask: Ask) -> None:
     with peer(good) as address, pytest.raises(ServerError) as caught:
         ask(address, "list")
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
+    assert str(caught.value).startswith("what answers there is no attnserve server, or an older one (")
 
 
 def test_a_closed_client_has_no_layers(address: str) -> None:

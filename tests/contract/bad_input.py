@@ -312,7 +312,7 @@ def of_layers() -> Iterator[Case]:
             code or INVALID,
             "NOT_FOUND" if code else "INVALID_FIELD",
         )
-    yield Case(load, "", "names", ["nobody"], "definitions")
+    yield Case(load, "", "names", ["nobody"])
     yield Case(load, "", "names", ["x"] * 2000, None, INVALID, "LIMIT_EXCEEDED")
     unload = "LayerService/Unload"
     yield Case(unload, "", "names", [])

@@ -47,6 +47,13 @@ def test_demo_with_a_running_service(server: Server, client: Client) -> None:
     assert "that service holds no layer 'minilm'" in demo.stdout
 
 
+def test_demo_with_what_is_no_address() -> None:
+    demo = run("--address", "8001")
+    assert demo.returncode == 2
+    expected = "embed_sentences.py: error: argument --address: expected host:port, "
+    assert demo.stderr.splitlines()[-1].startswith(expected), demo.stderr
+
+
 def test_demo_without_a_service() -> None:
     demo = run("--address", "127.0.0.1:9", "--http-address", "127.0.0.1:9")
     assert demo.returncode == 1

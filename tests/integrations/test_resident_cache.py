@@ -190,7 +190,7 @@ def test_sequences_are_chosen(client: Client, llama: PreTrainedModel) -> None:
         assert_same(locally(llama, torch.cat([ids[chosen], ending], dim=1))[:, 6:], actual)
         cache.batch_select_indices(torch.tensor([True, False, False]))
         assert len(client.caches.list()) == 1
-        with pytest.raises(ValueError, match="expected keys of 1 sequences, as before, found 3"):
+        with pytest.raises(ValueError, match="expected keys of as many sequences as before, 1, found 3"):
             llama(ending, **{CACHE: cache})
         with pytest.raises(IndexError):
             cache.batch_select_indices(torch.tensor([0, 1]))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from attnserve_server.layers.checkpoint import load
 from attnserve_server.layers.definitions import examine, load_definitions
-from attnserve_server.layers.errors import LayerError
+from attnserve_server.layers.errors import NoSuchLayerError
 from attnserve_server.layers.keys import KEYS, SOURCE
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.specification import (
@@ -305,7 +305,7 @@ def test_some_layers_of_a_file(directory: Path) -> None:
     tables = (PLAIN, PLAIN.replace('"a"', '"b"').replace("file.s", "nothing.s"))
     path.write_text("".join(f"[[layers]]\n{table}" for table in tables))
     assert [layer.name for layer in load_definitions(path, directory, ["a"])] == ["a"]
-    with pytest.raises(LayerError) as caught:
+    with pytest.raises(NoSuchLayerError) as caught:
         load_definitions(path, directory, ["a", "z"])
     assert [(defect.layer, defect.parameter) for defect in caught.value.defects] == [("z", "name")]
 

@@ -106,8 +106,10 @@ def test_a_name_that_nothing_has(changing: tuple[Server, Client]) -> None:
         client.layers.get("three")
     with pytest.raises(NotFoundError):
         client.layers.unload(["one", "three"])
-    with pytest.raises(InvalidRequestError, match="three"):
-        client.layers.load("layers.toml", ["one", "three"])
+    lacking = "^names: expected names of layers in layers.toml, found 'three', 'four'$"
+    with pytest.raises(InvalidRequestError, match=lacking) as caught:
+        client.layers.load("layers.toml", ["one", "three", "four"])
+    assert caught.value.field == "names"
     with pytest.raises(NotFoundError):
         client.layers.load("nothing.toml")
     with pytest.raises(InvalidRequestError) as caught:

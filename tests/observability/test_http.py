@@ -227,10 +227,19 @@ async def test_a_taken_port_is_an_error() -> None:
     first = HttpServer("127.0.0.1:0", registry, health, Callers())
     address = await first.start()
     second = HttpServer(address, registry, health, Callers())
-    with pytest.raises(ListenError, match=f"^http_listen: cannot listen on {address}: .*in use"):
+    with pytest.raises(ListenError, match=f"^http_listen: cannot listen on {address}: Address already in use$"):
         await second.start()
     await second.stop()
     await first.stop()
+
+
+async def test_a_name_that_is_not_known_is_an_error() -> None:
+    registry, health = Metrics("", "", "cpu").registry, Health()
+    server = HttpServer("nobody.has.this.name.invalid:0", registry, health, Callers())
+    with pytest.raises(ListenError) as caught:
+        await server.start()
+    assert isinstance(caught.value.__cause__, socket.gaierror)
+    assert caught.value.reason == caught.value.__cause__.strerror
 
 
 async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(

@@ -59,6 +59,22 @@ def test_a_service_that_is_not_there_is_told_in_a_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--address", "8001"), "argument --address: expected host:port, unix:/path or dns:///name:port, found '8001'"),
+        (("--users", "0"), "argument --users: expected a number of at least 1, found '0'"),
+        (("--requests", "-1"), "argument --requests: expected a number of at least 1, found '-1'"),
+        (("--candidates", "many"), "argument --candidates: expected a number of at least 1, found 'many'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_told_in_a_line(flags: tuple[str, str], expected: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "rank_items.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"rank_items.py: error: {expected}"), done.stderr
+
+
 async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, rank_items: ModuleType) -> None:
     embeddings = np.random.default_rng(0).standard_normal((500, rank_items.HEADS, rank_items.WIDTH), np.float32)
     candidates = [1, 4, 9, 16, 25]

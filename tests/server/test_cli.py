@@ -263,6 +263,7 @@ def test_startup_says_what_it_runs_on_and_every_setting(
     assert startup["max_requests"] == "77 (flag)"
     assert startup["max_batch_flops"] == "1e9 (flag)"
     assert startup["log_level"] == "info (default)"
+    assert startup["tls_certificate"] == "none (default)"
     assert startup["computes_on"]
     assert "math" in startup["kernels"].split(", ")
     assert startup["cache_pool"] == "64MiB"
@@ -361,7 +362,8 @@ def test_a_taken_port_is_one_line_and_status_1(name: str) -> None:
         done = run("--listen", addresses["listen"], "--http-listen", addresses["http_listen"], *flags)
     assert done.returncode == 1
     assert "ready: " not in done.stdout
-    assert done.stderr.splitlines()[-1].startswith(f"attnserve-server: {name}: cannot listen on {address}: ")
+    words = f"attnserve-server: {name}: cannot listen on {address}: Address already in use"
+    assert done.stderr.splitlines()[-1] == words
     assert "Traceback" not in done.stderr
 
 

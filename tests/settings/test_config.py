@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from attnserve_server.caches.store import CacheStore
 from attnserve_server.host import control_groups, cpus
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.settings import command_line, units
-from attnserve_server.settings.config import Config, settings
+from attnserve_server.settings.config import Config, kind_of, settings
 from attnserve_server.settings.openness import openness
 from attnserve_server.start_errors import ConfigError, UsageError
 from scripts import settings_table
@@ -298,6 +299,17 @@ def test_the_table_has_every_setting() -> None:
     table = settings_table.markdown()
     for item in dataclasses.fields(Config):
         assert (f"`{command_line.variable(item.name)}`" in table) == (not item.name.startswith("_"))
+
+
+def test_a_setting_that_is_one_of_some_words_says_which() -> None:
+    """So --help and the document do."""
+    told = {}
+    for item in settings():
+        kind = kind_of(item)
+        words = kind.expected.split(" or ")
+        if len(words) > 1 and all(map(kind.valid, words)):
+            told[item.name] = [word for word in words if re.search(rf"\b{word}\b", item.metadata["help"])] == words
+    assert told == {"native_kernel": True, "log_level": True, "log_format": True}
 
 
 def test_a_document_without_the_place_is_an_error() -> None:

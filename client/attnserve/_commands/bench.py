@@ -53,8 +53,8 @@ LOADS: Final = {
     "S": Load("16 tokens, 16 in flight", 16, 16),
     "S1": Load("16 tokens, 1 in flight", 1, 16),
     "M": Load("128 tokens, 8 in flight", 8, 128),
-    "L": Load("1 024 tokens, 4 in flight", 4, 1024),
-    "D": Load("1 query to a cache of 2 048 tokens, 1 in flight", 1, 1, cached=True),
+    "L": Load("1024 tokens, 4 in flight", 4, 1024),
+    "D": Load("1 query to a cache of 2048 tokens, 1 in flight", 1, 1, cached=True),
 }
 """The loads by name. All are causal, and the last appends nothing."""
 

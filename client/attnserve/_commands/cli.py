@@ -41,6 +41,10 @@ _NO_CONNECTION: Final = (
     "tcp handshaker shutdown",
 )
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
+_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
+"""What they say where the answer is HTTP/1: again only they do."""
+_UNKNOWN_AUTHORITY: Final = "CERTIFICATE_VERIFY_FAILED"
+"""OpenSSL's reason, which they have too, where the server's certificate cannot be verified."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -92,17 +96,22 @@ def _complain(parsed: argparse.Namespace, error: Exception) -> None:
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
-    """The flags that the server may expect. It does not say why it closes a connection without TLS or a certificate;
-    and gRPC says only in the text of an error that what came was no TLS.
+    """The flags, or the port, that the server may expect. It does not say why it closes a connection without TLS or a
+    certificate; and gRPC says only in the text of an error what else is wrong with what came.
     """
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
     if not isinstance(error, UnavailableError) or not _was_reached(error):
         return ""
+    said = str(error)
+    if any(each in said for each in _HTTP_1):
+        return "; that is an HTTP port: gRPC is on another, by default 8001"
+    if _UNKNOWN_AUTHORITY in said:
+        return "; its certificate is of an authority that is not known here, or has expired: --ca FILE"
     tls = tls_of(parsed, os.environ)
     if tls is None:
         return "; if it speaks TLS: --tls or --ca"
-    if NOT_TLS in str(error):
+    if NOT_TLS in said:
         return f"; it speaks no TLS: leave out --tls and --ca, and the variable {FLAGS['--ca']['variable']}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 

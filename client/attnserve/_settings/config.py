@@ -66,7 +66,9 @@ class Settings:
     transport: Transport
     """How calls travel: many on a stream, or as unary calls."""
     timeout: float | None
-    """How long a call waits unless it says otherwise, in seconds; None for no limit."""
+    """How long `attend`, `apply` and their futures wait unless they say otherwise, in seconds; None for no limit. What
+    else a client asks has a default of its own.
+    """
     retries: int
     """How often a call is sent again when the server or its stream goes away."""
     streams: int

@@ -120,7 +120,9 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if len(key_states) != len(self.sequences):
-            raise ValueError(f"expected keys of {len(self.sequences)} sequences, as before, found {len(key_states)}")
+            raise ValueError(
+                f"expected keys of as many sequences as before, {len(self.sequences)}, found {len(key_states)}"
+            )
         self._unsent = _States(key_states, value_states)
         return self._standing_for(key_states), self._standing_for(value_states)
 

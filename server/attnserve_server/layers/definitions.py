@@ -16,7 +16,7 @@ from typing import Any, Final
 from attnserve_server.layers.architecture import UndeterminedError, UnevenRowsError, UnknownLengthError, build
 from attnserve_server.layers.checkpoint import FLOATS, Checkpoint, defects_of, open_checkpoint, read_json
 from attnserve_server.layers.document import Definition, read_document
-from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, Report, bracketed
+from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, NoSuchLayerError, Report, bracketed
 from attnserve_server.layers.header import TensorInfo
 from attnserve_server.layers.keys import belongs
 from attnserve_server.layers.presets import PRESETS, Preset
@@ -42,7 +42,7 @@ def load_definitions(path: Path, directory: Path, names: Collection[str] = ()) -
     """The layers that a file of definitions defines, or only those named.
 
     `path` is opened as it is; if a caller named it, pass it through `checkpoint.resolve_file` first. Raises LayerError
-    with everything that is wrong in any layer.
+    with everything that is wrong in any layer, and NoSuchLayerError if the file lacks one.
     """
     examination = examine(path, directory, names)
     if examination.defects:
@@ -51,14 +51,14 @@ def load_definitions(path: Path, directory: Path, names: Collection[str] = ()) -
 
 
 def examine(path: Path, directory: Path, names: Collection[str] = ()) -> Examination:
-    """What can be loaded from a file of definitions and what cannot. Raises LayerError if the file is not one."""
+    """What can be loaded from a file of definitions and what cannot. Raises LayerError if the file is not one,
+    and NoSuchLayerError if it lacks a layer of these names.
+    """
     definitions, defects = read_document(path)
     known = {definition.name for definition in definitions}
     # With broken tables in the file, a name may belong to one of those.
-    if not defects:
-        defects += [
-            Defect(name, "name", path.name, "a layer of this file", "none") for name in names if name not in known
-        ]
+    if not defects and (lacking := [name for name in names if name not in known]):
+        raise NoSuchLayerError(Defect(name, "name", path.name, "a layer of this file", "none") for name in lacking)
     opened = _Opened(directory)
     layers: list[LayerSpecification] = []
     for definition in definitions:

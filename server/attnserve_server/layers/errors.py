@@ -40,6 +40,10 @@ class NoSuchFileError(LayerError):
     """A file that is not there."""
 
 
+class NoSuchLayerError(LayerError):
+    """Names of no layers in a file: a defect for each."""
+
+
 class Report:
     """Collects what is wrong with one layer."""
 

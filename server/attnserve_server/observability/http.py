@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -49,6 +51,15 @@ class _Answer(NamedTuple):
     body: bytes
     content_type: str = _TEXT
     fields: tuple[str, ...] = ()
+
+
+def _words(error: OSError) -> str:
+    """Why an address cannot be listened on. asyncio puts the address, which the message has already, before the
+    system's words.
+    """
+    if error.errno is None or isinstance(error, socket.gaierror):  # whose numbers are others
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 class HttpServer:
@@ -92,7 +103,7 @@ class HttpServer:
                 ssl_shutdown_timeout=self._patience_s if self._tls else None,
             )
         except OSError as error:
-            raise ListenError("http_listen", str(self._address), error.strerror or str(error)) from error
+            raise ListenError("http_listen", str(self._address), _words(error)) from error
         host, port = self._server.sockets[0].getsockname()[:2]
         return str(Address(host, port))
 

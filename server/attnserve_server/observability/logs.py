@@ -124,13 +124,13 @@ def shown(value: object) -> Any:
 
 def soften(record: logging.LogRecord) -> bool:
     """Reduces to one line what gRPC logs as a fault of the server, with a traceback: that an RPC was over before it
-    could be ended. gRPC itself had ended it because its caller's message was too large, and has told the caller so.
+    could be ended. gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it.
     """
     error = record.exc_info[1] if record.exc_info else None
     if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
         return True
     record.levelno, record.levelname, record.exc_info = logging.INFO, logging.getLevelName(logging.INFO), None
-    record.msg, record.args = "gRPC has ended an RPC: its message is too large, most likely", ()
+    record.msg, record.args = "gRPC has ended an RPC: its caller has gone, or its message is too large", ()
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 

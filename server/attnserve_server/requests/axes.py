@@ -74,7 +74,7 @@ def axes_of(
         if found != batch:
             raise InvalidRequest(f"{field}.shape", f"a batch of {batch} as in query", shown(spec))
     if value_heads != kv_heads:
-        raise InvalidRequest("value.shape", f"{kv_heads} heads as in key", shown(value))
+        raise InvalidRequest("value.shape", f"{_heads(kv_heads)} as in key", shown(value))
     if value_length != kv_length:
         raise InvalidRequest("value.shape", f"length {kv_length} as in key", shown(value))
     for field, spec, heads, width in (
@@ -90,7 +90,7 @@ def axes_of(
             _check_resident("value", value, value_heads, resident.kv_heads, value_dim, resident.value_dim)
         kv_heads = resident.kv_heads  # where nothing is appended, a query of rank 2 says nothing of it
     if query_heads % kv_heads:
-        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of {of_keys}", f"{query_heads} heads")
+        raise InvalidRequest("query.shape", f"a multiple of the {kv_heads} heads of {of_keys}", _heads(query_heads))
     return Axes(batch, query_heads, kv_heads, query_length, kv_length, head_dim, key_dim, value_dim)
 
 
@@ -99,11 +99,15 @@ def _check_resident(
 ) -> None:
     """Raises InvalidRequest if what is appended does not have the heads and the width of what is resident."""
     if heads != resident_heads:
-        raise InvalidRequest(f"{field}.shape", f"{resident_heads} heads, as the caches have", f"{heads} heads")
+        raise InvalidRequest(f"{field}.shape", f"{_heads(resident_heads)}, as the caches have", _heads(heads))
     if width != resident_width:
         raise InvalidRequest(
             f"{field}.shape", f"width {resident_width}, as the {field}s of the caches have", shown(spec)
         )
+
+
+def _heads(count: int) -> str:
+    return "1 head" if count == 1 else f"{count} heads"
 
 
 def _axes(shape: tuple[int, ...], length_first: bool) -> tuple[int, int, int, int]:

@@ -168,6 +168,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         key, value = nothing_appended(query, resident, length_first)
     check_ranks(message, query, key, value, resident)
     rank, packed = len(query.shape), message.layout == pb.LAYOUT_PACKED
+    sequences = batch_of_packed(message) if packed else None
     of_keys = "key" if "key" in tensors else "the caches"
     axes = axes_of(query, key, value, length_first, resident, of_keys)
 
@@ -177,8 +178,8 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
             raise InvalidRequest("query.shape", f"width {axes.key_dim}, as the keys of the caches have", shown(query))
         raise InvalidRequest("key.shape", f"the width {axes.head_dim} of query, as the dot product needs", shown(key))
     tensors |= _score_parameters(message, axes)
-    if packed:
-        axes = axes._replace(batch=batch_of_packed(message))
+    if sequences is not None:
+        axes = axes._replace(batch=sequences)
     tensors |= _of_masks(message, axes, packed, resident)
 
     scale = message.scale if message.HasField("scale") else (axes.head_dim**-0.5 if score is None else 1.0)

@@ -21,7 +21,7 @@ from attnserve_server.errors import (
     PermissionDenied,
     RequestError,
 )
-from attnserve_server.layers.errors import LayerError, NoSuchFileError
+from attnserve_server.layers.errors import LayerError, NoSuchFileError, NoSuchLayerError
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.rpc.rpcs import Rpcs
 
@@ -73,6 +73,10 @@ class LayerService:
         except NoSuchFileError as error:
             logger.warning("layers were not loaded", extra={"definitions": file, "error": error})
             raise NotFound("file", request.definitions) from None
+        except NoSuchLayerError as error:
+            logger.warning("layers were not loaded", extra={"definitions": file, "error": error})
+            found = ", ".join(repr(each.layer) for each in error.defects)
+            raise InvalidRequest("names", f"names of layers in {error.defects[0].file}", found) from None
         except LayerError as error:
             logger.warning("layers were not loaded", extra={"definitions": file, "error": error})
             raise InvalidRequest("definitions", "layers that can be loaded", _summary(error)) from None

@@ -176,8 +176,8 @@ class Config:
     native_kernel: str = _setting(
         kinds.words("auto", "off", "avx512", "avx2"),
         "auto",
-        "The instructions that the native kernel uses on a CPU, if it was built: auto is the best that the processor "
-        "has. With off, only torch's kernels compute.",
+        "The instructions that the native kernel uses on a CPU, if it was built: avx512, avx2, or auto, which is the "
+        "best that the processor has. With off, only torch's kernels compute.",
     )
     priority_aging: float = _setting(
         kinds.DURATION,
@@ -262,7 +262,9 @@ class Config:
         "one is recorded.",
     )
     log_level: str = _setting(
-        kinds.words("debug", "info", "warning", "error"), "info", "The lowest severity of log lines that are written."
+        kinds.words("debug", "info", "warning", "error"),
+        "info",
+        "The lowest severity of log lines that are written: debug, info, warning or error.",
     )
     log_format: str = _setting(
         kinds.words("text", "json"),
