@@ -21,6 +21,7 @@ from attnserve_server.caches.scattered_queries import attend_alike
 from attnserve_server.caches.step import Step
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
+from attnserve_server.requests.work import completed
 
 __all__ = ["CacheQuery", "attend_cache", "attend_tensors"]
 
@@ -36,15 +37,13 @@ def attend_cache(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute
     if compute.attend_packed is None:
         return attend_tensors(queries, pool, compute)
     found = attend_queries(queries, pool, compute.attend_packed)
-    others = [query for query, result in zip(queries, found, strict=True) if result is None]
-    rest = iter(attend_tensors(others, pool, compute) if others else ())
-    return [next(rest) if result is None else result for result in found]
+    return completed(queries, found, lambda others: attend_tensors(others, pool, compute))
 
 
 def attend_tensors(
     queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool | None = None
 ) -> list[AttentionResult]:
-    """The same without the native kernel.
+    """The results of queries, as those of `attend_cache`, without the native kernel.
 
     Where there is a kernel for keys that lie anywhere, it takes what it can (see `scattered.py`). With `fold`, the
     default on any device but a CPU, few other queries over pages are computed by the kernels of `Attend`, page by page,
@@ -54,24 +53,22 @@ def attend_tensors(
     scattering = compute.scattering
     if scattering is not None and len(queries):
         found = attend_alike(queries, pool, scattering)
-        others = [query for query, result in zip(queries, found, strict=True) if result is None]
-        rest = iter(_attend_each(others, pool, compute, True) if others else ())
-        return [next(rest) if result is None else result for result in found]
+        return completed(queries, found, lambda others: _attend_each(others, pool, compute, True))
     return _attend_each(queries, pool, compute, compute.torch_device.type != "cpu" if fold is None else fold)
 
 
 def _attend_each(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
-    """The same by the kernels of `Attend`."""
+    """The results of queries by steps, where there are any (see `step.py`), and by the kernels of `Attend`."""
     steps = [None if fold else Step.of(query, pool) for query in queries]
     stepped = _run_steps([step for step in steps if step is not None], compute) if any(steps) else iter(())
     found = [None if step is None else next(stepped) for step in steps]
-    others = [query for query, result in zip(queries, found, strict=True) if result is None]
-    attended = iter(_attend_all(others, pool, compute, fold) if others else ())
-    return [next(attended) if result is None else result for result in found]
+    return completed(queries, found, lambda others: _attend_all(others, pool, compute, fold))
 
 
 def _attend_all(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
-    """The same, and in float64 those whose scores have left the range of float32: infinite lses cannot be merged."""
+    """The results of queries by the kernels of `Attend`: once more in float64 where scores have left the range of
+    float32, since infinite lses cannot be merged.
+    """
     running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in queries]
     _run_waves(running, pool, compute)
     again = {

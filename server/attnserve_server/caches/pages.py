@@ -163,7 +163,7 @@ class PagePool:
         views.key[pages, :, slots], views.value[pages, :, slots] = key, value
 
     def write_arrays(self, shape: CacheShape, places: Sequence[Write], key: NDArray[Any], value: NDArray[Any]) -> None:
-        """The same from arrays of at most 32 bits an element, on a CPU."""
+        """Writes tokens from arrays of at most 32 bits an element, on a CPU."""
         keys, values = self._arrays(shape)
         if key.dtype != keys.dtype:
             with np.errstate(over="ignore"):
@@ -182,7 +182,7 @@ class PagePool:
     def _append(
         self, tokens: Tokens, shape: CacheShape, places: Sequence[Write], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """The same by the native library, of tokens in the dtype of the shape."""
+        """Writes tokens by the native library, which have the dtype of the shape."""
         packed = bytearray()
         key_at, value_at = key.data_ptr(), value.data_ptr()
         key_step, value_step = (each.stride(0) * each.itemsize for each in (key, value))
@@ -269,7 +269,7 @@ class PagePool:
         return blocks
 
     def gather(self, shape: CacheShape, pages: Sequence[int], tokens: int, dtype: torch.dtype) -> Block:
-        """The same as one sequence, key [1, Hk, tokens, D] and value [1, Hk, tokens, Dv], in a dtype.
+        """What `blocks` gives as one sequence, key [1, Hk, tokens, D] and value [1, Hk, tokens, Dv], in a dtype.
 
         A copy, unless it is part of one page and has that dtype already.
         """
@@ -331,7 +331,7 @@ class PagePool:
         return packed_layout(DTYPES[STORAGE[shape.dtype]], *widths, Strides(*layout.key), Strides(*layout.value))
 
     def _arrays_of(self, shape: CacheShape) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The same as arrays."""
+        """The views of a shape as arrays in the same memory: keys [pages, Hk, P, D], values [pages, Hk, P, Dv]."""
         views = self._views(shape)
         return _array(views.key), _array(views.value)
 

@@ -75,13 +75,7 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
         calls = device.take_kernel_calls()
         return BatchResult(done, after_appends - begin, compute, 0.0, kernel_calls=calls, again=again)
     others = _run_on_tensors(pool, device, rest, after_appends - begin)
-    results = iter(others.results)
-    return replace(
-        others,
-        results=[next(results) if result is None else result for result in found],
-        compute=others.compute + compute,
-        again=again,
-    )
+    return others.with_found(found, compute, again)
 
 
 def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:

@@ -1,4 +1,4 @@
-"""What layers need of a device: row-wise functions and attention, on tensors that are there already."""
+"""What layers and caches need of a device: row-wise functions and attention, on tensors that are there already."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Scattering(Protocol):
 
 
 class Compute(Protocol):
-    """A device as layers see it; up to `Device.depth` threads use it at once."""
+    """A device as layers and caches see it; up to `Device.depth` threads use it at once."""
 
     torch_device: torch.device
     """Where tensors are."""

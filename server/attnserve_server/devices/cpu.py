@@ -118,13 +118,7 @@ class CpuDevice:
         others = self._run_on_tensors(
             [request for request, result in zip(requests, found, strict=True) if result is None]
         )
-        rest = iter(others.results)
-        return replace(
-            others,
-            results=[next(rest) if result is None else result for result in found],
-            compute=others.compute + compute,
-            again=again,
-        )
+        return others.with_found(found, compute, again)
 
     def _finish(self, requests: Sequence[Request]) -> BatchResult:
         """Computes what is missing from the results of some requests, with the kernels on torch tensors."""
@@ -220,7 +214,7 @@ class CpuDevice:
         return found
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The same, with the kernels on torch tensors."""
+        """The results of calls by the kernels on torch tensors, on all threads if they cost enough."""
         pool = self._pool_for(flops)
         if pool is None:
             results = [attend(call) for call in calls]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from attnserve._fields import Buffer
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
+
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+
+def completed(
+    items: Sequence[Item], found: Sequence[Found | None], compute: Callable[[list[Item]], Sequence[Found]]
+) -> list[Found]:
+    """The result of each item: the one that was found or, if that is None, what `compute` gives for it. `compute` is
+    called once, with all such items, unless there are none.
+    """
+    lacking = [item for item, result in zip(items, found, strict=True) if result is None]
+    rest = iter(compute(lacking) if lacking else ())
+    return [next(rest) if result is None else result for result in found]
 
 
 class Phases(NamedTuple):
@@ -46,6 +61,15 @@ class BatchResult:
     padding: float = 0.0
     kernel_calls: Mapping[str, int] = field(default_factory=dict)
     again: Mapping[int, Work] = field(default_factory=dict)
+
+    def with_found(
+        self, found: Sequence[RequestResult | None], compute: float, again: Mapping[int, Work]
+    ) -> BatchResult:
+        """The whole batch, of which these are the results that `found` lacks. Finding those took `compute` seconds, and
+        left some of the batch to run `again`.
+        """
+        results = completed(found, found, lambda _: self.results)
+        return replace(self, results=results, compute=self.compute + compute, again=again)
 
 
 class Work(Protocol):
