@@ -16,7 +16,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests import request as rooms
-from attnserve_server.requests.request import Span
+from attnserve_server.requests.extent import Span
 from attnserve_server.settings.config import Config
 
 FAR = 2**40

@@ -17,19 +17,12 @@ from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
+from attnserve_server.requests.extent import CALL_COST, not_finite_cost, reply_bytes
 from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
-from attnserve_server.requests.request import (
-    CALL_COST,
-    MAX_KNOWN_HEADER,
-    NOT_FINITE,
-    Unfinished,
-    not_finite_cost,
-    reply_bytes,
-    request_of,
-)
+from attnserve_server.requests.request import MAX_KNOWN_HEADER, NOT_FINITE, Unfinished, request_of
 from attnserve_server.requests.tensors import check_broadcast, read_integers
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 

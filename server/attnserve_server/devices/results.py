@@ -9,8 +9,9 @@ import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
 from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score
+from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
-from attnserve_server.requests.request import Request, Span
+from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:

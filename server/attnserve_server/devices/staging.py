@@ -15,8 +15,9 @@ import torch
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype, part_of
+from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
-from attnserve_server.requests.request import Request, Span
+from attnserve_server.requests.request import Request
 
 TORCH: dict[int, torch.dtype] = {
     pb.DATA_TYPE_FLOAT32: torch.float32,

@@ -17,10 +17,10 @@ from attnserve_server.layers.checks import check_asked
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline
+from attnserve_server.requests.extent import CALL_COST
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.problem import ADDITIVE
-from attnserve_server.requests.request import CALL_COST
 from attnserve_server.requests.tensors import read_integers
 
 MOST_KEPT: Final = 1024

@@ -26,8 +26,9 @@ from attnserve_server.native.payloads import (
     shape_of,
     strides_of,
 )
+from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
-from attnserve_server.requests.request import Request, Span
+from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import RequestResult
 
 MOST_KEPT: Final = 4096
