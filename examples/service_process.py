@@ -1,10 +1,12 @@
 """The service as a process of its own, on free ports of this machine, for as long as it is needed.
 
-In: only an interpreter with `attnserve[server]`. Out: a `Service` that says where it listens.
+In: only an interpreter with `attnserve[server]`. Out: a `Service` that says where it listens; and, for examples that
+use one that runs already, the type of the flag that says where.
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -12,9 +14,20 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from attnserve import Client
+
 STARTUP_S = 120.0
 """How long the service may take to start: most of it is the import of torch."""
 SHUTDOWN_S = 30.0
+
+
+def address(text: str) -> str:
+    """The value of a flag, for argparse: an address that a client takes. Nothing is sent to it."""
+    try:
+        Client(text).close()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("address: ")) from None
+    return text
 
 
 class ServiceError(Exception):
