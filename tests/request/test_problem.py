@@ -11,6 +11,7 @@ import pytest
 from whole_requests import BASES, HK, HQ, LQ, MASK, TENSORS, B, S, U, additive, at, broken, dot, general, tensor, zeros
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.requests.problem import WRITTEN_OUT
 
 
 @pytest.mark.parametrize("field", ["scale", "softcap"])
@@ -130,7 +131,17 @@ def test_only_an_additive_score_needs_memory_for_its_hidden_units() -> None:
 
 
 def test_what_is_computed_by_other_means_is_another_kind_of_work() -> None:
-    softcapped = messages.random_attend(0, softcap=1.0)
-    kinds = [messages.read(each).problem.kind for each in (dot(), general(), additive(), softcapped)]
+    plain, softcapped = messages.random_attend(0), messages.random_attend(0, softcap=1.0)
+    kinds = [messages.read(each).problem.kind for each in (plain, general(), additive(), softcapped)]
     assert len(set(kinds)) == 4
     assert messages.read(messages.random_attend(0, causal=True)).problem.kind == kinds[0]
+
+
+@pytest.mark.parametrize("hides", [{}, {"mask": np.ones((3, 3), bool)}, {"bias": np.zeros((3, 3), np.float32)}])
+def test_alibi_beside_what_may_hide_keys_is_written_out_and_costs_so(hides: dict[str, Any]) -> None:
+    """Kernels measure it from the nearest key, which may be hidden."""
+    slopes = np.ones(2, np.float32)
+    alone = messages.read(messages.random_attend(0, **hides)).problem
+    beside = messages.read(messages.random_attend(0, alibi_slopes=slopes, **hides)).problem
+    assert (alone.weight, beside.weight) == (1, WRITTEN_OUT if hides else 1)
+    assert (beside.kind == alone.kind) is not bool(hides)

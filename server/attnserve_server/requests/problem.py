@@ -33,9 +33,9 @@ from attnserve_server.requests.tensors import (
 )
 
 WRITTEN_OUT = 8
-"""How many times as long an operation takes in written-out attention (for softcaps, returned scores and learned scores)
-as in the kernels for plain attention: 3 to 8, measured on a CPU. The native kernel is not slowed down by softcaps, but
-it is not known here whether there is one."""
+"""How many times as long an operation takes in written-out attention (for softcaps, returned scores, learned scores,
+and ALiBi beside a mask or a bias) as in the kernels for plain attention: 3 to 9, measured on a CPU. The native kernel
+is not slowed down by softcaps, but it is not known here whether there is one."""
 ADDITIVE = 80
 """The same for additive scores, whose operations are mostly tanh."""
 
@@ -191,7 +191,8 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
     return_scores = score_stage_of(message)
     priority = priority_of(message)
     window = window_of(message)
-    one_by_one = score is not None or message.softcap > 0 or return_scores is not None
+    hides = "alibi_slopes" in tensors and not tensors.keys().isdisjoint(("mask", "bias"))
+    one_by_one = score is not None or message.softcap > 0 or return_scores is not None or hides
     options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
     optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
     return Problem(
