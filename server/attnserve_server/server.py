@@ -109,7 +109,8 @@ class Server:
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
-        batch_flops = config.max_batch_flops or min(BATCH_FLOPS, config.max_flops)
+        self.batch_flops = config.max_batch_flops or min(BATCH_FLOPS, config.max_flops)
+        """The most floating-point operations of a batch, as configured or by default."""
         on_gpu = not self.device.threads
         admission = Admission(
             config.max_requests,
@@ -119,7 +120,7 @@ class Server:
             config.max_queue_time,
         )
         queue: BatchQueue[Entry] = BatchQueue(
-            batch_flops,
+            self.batch_flops,
             config.max_batch_requests,
             config.priority_aging,
             admission.pace,
@@ -149,15 +150,15 @@ class Server:
         self.registry = Registry(self.device, _model_directory(config), self.metrics.layers, config.max_layers)
         self.caches = open_caches(config, self.device)
         self.metrics.watch_caches(self.caches.store)
-        limits = RequestLimits(
+        self.limits = RequestLimits(
             max_rank=config.max_rank,
             max_elements=config.max_elements,
             max_sequences=config.max_sequences,
             max_request_flops=config.max_request_flops or default_request_flops(self.device.threads, config.max_flops),
         )
         readers: dict[str, Read] = {
-            "attend": partial(read_attend, self.caches, limits=limits),
-            "apply": partial(read_apply, self.caches, self.registry, limits=limits),
+            "attend": partial(read_attend, self.caches, limits=self.limits),
+            "apply": partial(read_apply, self.caches, self.registry, limits=self.limits),
         }
         tls = _tls(config)
         if tls is not None:
@@ -184,7 +185,7 @@ class Server:
                 self.device.messages,
                 min(config.max_message_calls, config.max_batch_requests),
                 config.max_message_bytes,
-                CacheFastPath(self.caches, self.device.messages, limits),
+                CacheFastPath(self.caches, self.device.messages, self.limits),
             )
         streams = Streams(
             self.engine,
@@ -198,12 +199,12 @@ class Server:
             fast_path,
             unread,
         )
-        info = partial(server_info, config, self.device, limits, batch_flops, self.caches.store.pool_bytes)
+        info = partial(server_info, config, self.device, self.limits, self.batch_flops, self.caches.store.pool_bytes)
         self._service = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)
         self._layer_service = LayerService(
             self.registry, rpcs, self.engine.check_open, administration=config.layer_administration
         )
-        self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, limits)
+        self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, self.limits)
         for_anybody = OpenStreams(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
         self._health_service = HealthService(self.health, rpcs, for_anybody)
         self._reflection = Reflection(rpcs, for_anybody) if config.reflection else None

@@ -69,6 +69,8 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
         if endpoint := endpoint_of(config, os.environ):
             startup.say("traces_to", shown(endpoint) if server.tracing is not None else "nowhere, see the log")
         startup.say("cache_pool", units.format_size(server.caches.store.pool_bytes))
+        startup.say("largest_request", f"{units.format_count(server.limits.max_request_flops)} FLOPs")
+        startup.say("largest_batch", f"{units.format_count(server.batch_flops)} FLOPs")
         startup.say("ready", f"grpc={grpc_address} http={http_address}", grpc=grpc_address, http=http_address)
         failed = asyncio.create_task(server.engine.failed.wait())
         hurried = asyncio.create_task(interrupted.wait())

@@ -267,6 +267,8 @@ def test_startup_says_what_it_runs_on_and_every_setting(
     assert startup["computes_on"]
     assert "math" in startup["kernels"].split(", ")
     assert startup["cache_pool"] == "64MiB"
+    assert startup["largest_batch"] == "1e9 FLOPs"
+    assert float(startup["largest_request"].removesuffix(" FLOPs")) > 0
 
 
 def test_for_machines_every_line_is_json(start_server: Callable[..., Server], models: Models) -> None:
