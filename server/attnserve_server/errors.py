@@ -257,19 +257,40 @@ class OutOfMemory(RequestError):
         super().__init__("the device has not the memory for this", "OUT_OF_MEMORY")
 
 
-class TooManyStreams(Overloaded):
-    """A stream of a caller that already has as many as are allowed; or of any caller, if all together have."""
+class TooManyOpen(Overloaded):
+    """An RPC of a caller that already has as many of a kind as are allowed; or of any caller, if all together have."""
+
+    things: str
+    counted_as: str
+    """The bound, and the label in the metrics."""
+    why: str
 
     def __init__(self, limit: int, *, of_all: bool = False) -> None:
         whose = "all callers together have" if of_all else "the caller has"
         RequestError.__init__(
             self,
-            f"{whose} {limit} streams, the most that {'they' if of_all else 'one'} may have",
-            "TOO_MANY_STREAMS",
+            f"{whose} {limit} {self.things}, the most that {'they' if of_all else 'one'} may have",
+            self.why,
             limit=str(limit),
         )
-        self.bound = "caller_streams"
+        self.bound = self.counted_as
         self.retry_delay = 1.0
+
+
+class TooManyStreams(TooManyOpen):
+    """A stream beyond those that may be open."""
+
+    things = "streams"
+    counted_as = "caller_streams"
+    why = "TOO_MANY_STREAMS"
+
+
+class TooManyUnsent(TooManyOpen):
+    """A unary call beyond those that may wait for their messages."""
+
+    things = "calls whose messages have not come"
+    counted_as = "unsent_messages"
+    why = "TOO_MANY_UNSENT"
 
 
 class RepliesUnread(RequestError):

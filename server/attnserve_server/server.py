@@ -44,13 +44,14 @@ from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
 from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.messages_due import MessagesDue
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import SERVICE_NAME, AttentionService
 from attnserve_server.rpc.stream import Streams
 from attnserve_server.rpc.stream_life import StreamLife
-from attnserve_server.rpc.unread import UnreadReplies
+from attnserve_server.rpc.unread import REPLY_BYTES_PER_SECOND, UnreadReplies
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -81,6 +82,8 @@ connection for all its clients, each of which watches.
 """
 UNIDENTIFIED_STREAMS = 16_384
 """The most of those on all connections: they take 250 MiB."""
+UNSENT_MESSAGES = 16_384
+"""The most unary calls of all callers that wait for their messages: they take 350 MiB."""
 LAST_CALLS_S = 0.05
 """How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
 begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
@@ -168,7 +171,7 @@ class Server:
         reloads = (("callers", grants), ("tls", tls))
         self.metrics.watch_reloads({name: files.reload_failed for name, files in reloads if files is not None})
         callers = Callers(grants, certificates=certificates)
-        rpcs = Rpcs(callers, self.metrics)
+        rpcs = Rpcs(callers, self.metrics, messages_due=_messages_due(config))
         self._refusals = rpcs.refusals
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
@@ -205,7 +208,7 @@ class Server:
             self.registry, rpcs, self.engine.check_open, administration=config.layer_administration
         )
         self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, self.limits)
-        for_anybody = OpenStreams(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
+        for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
         self._health_service = HealthService(self.health, rpcs, for_anybody)
         self._reflection = Reflection(rpcs, for_anybody) if config.reflection else None
         self._http = HttpServer(
@@ -312,6 +315,12 @@ def _model_directory(config: Config) -> Path | None:
     if not directory.is_dir():  # a misspelt path or a missing volume: otherwise the first caller would find out
         raise ConfigError("model_directory", "a directory", config.model_directory)
     return directory
+
+
+def _messages_due(config: Config) -> MessagesDue:
+    """How many unary calls may wait for their messages, and how long: as long as a reply of that size could take."""
+    longest = config.max_unread_time + config.max_message_bytes / REPLY_BYTES_PER_SECOND
+    return MessagesDue(config.max_requests, UNSENT_MESSAGES, longest if config.max_unread_time else None)
 
 
 def _tls(config: Config) -> ServerTls | None:

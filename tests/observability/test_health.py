@@ -14,7 +14,7 @@ from attnserve_server.access.callers import Callers
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.health_service import HealthService
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs
 
 SERVICES = ("attnserve.v1.AttentionService", "attnserve.v1.CacheService", "attnserve.v1.LayerService")
@@ -34,7 +34,7 @@ async def health() -> Health:
 @pytest.fixture
 async def server(health: Health) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    HealthService(health, Rpcs(Callers(), Metrics("0", "0", "cpu")), OpenStreams(OF_ONE, OF_ALL)).register(server)
+    HealthService(health, Rpcs(Callers(), Metrics("0", "0", "cpu")), OpenRpcs(OF_ONE, OF_ALL)).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield server, port

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from conftest import Server
 
 METHODS = ("AttentionService/Attend", "AttentionService/Apply", "CacheService/Append")
+OF_ITS_OWN = (("grpc.use_local_subchannel_pool", 1),)
+"""The options of a channel with a connection that no other has."""
 PLAIN_METHODS = ("AttentionService/ServerInfo", "CacheService/List", "LayerService/Load")
 
 
@@ -82,6 +84,50 @@ def test_a_call_that_ends_without_it_is_told_so(server: Server, method: str) -> 
     status = calls.status_of(error)
     assert status.code == code_pb2.INVALID_ARGUMENT
     assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+
+
+@pytest.mark.parametrize("method", ["AttentionService/Attend", "AttentionService/ServerInfo"])
+def test_so_many_calls_of_a_caller_may_wait_for_theirs(start_server: Callable[..., Server], method: str) -> None:
+    """One more is refused at once, and others are served; when they have come, there is room again."""
+    server = start_server("--max-requests", "3")
+    request = messages.random_attend(0) if method.endswith("Attend") else pb.ServerInfoRequest()
+    come = threading.Event()
+
+    def late() -> Iterator[bytes]:
+        come.wait()
+        yield request.SerializeToString()
+
+    with grpc.insecure_channel(server.address) as channel, grpc.insecure_channel(server.address, OF_ITS_OWN) as other:
+        begun = [begin(channel, method, late()) for _ in range(4)]
+        calls.until(lambda: any(call.done() for call in begun), "one is refused")
+        assert calls.unary(other, method.rpartition("/")[2], request.SerializeToString())
+        (refused,) = (call for call in begun if call.done())
+        error: Any = refused.exception()
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = calls.status_of(error)
+        assert status.message == "the caller has 3 calls whose messages have not come, the most that one may have"
+        assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "TOO_MANY_UNSENT"
+        assert calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unsent_messages") == 1
+        come.set()
+        assert all(call.result() for call in begun if call is not refused)
+        assert begin(channel, method, late()).result()
+
+
+def test_a_message_may_take_so_long(start_server: Callable[..., Server]) -> None:
+    """As long as a reply may be unread, and a second for each MiB that a message may have."""
+    server = start_server("--max-unread-time", "100ms", "--max-message-bytes", "512KiB")
+    over = threading.Event()
+    with grpc.insecure_channel(server.address) as channel:
+        error: Any = begin(channel, METHODS[0], nothing(over)).exception()
+        over.set()
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "expected a message within 0.6 s, found none"
+        request = messages.random_attend(0)
+        reply = calls.unary(channel, "Attend", request.SerializeToString())
+        calls.assert_answers(pb.AttendResponse.FromString(reply), request)
+    assert server.stop() == 0
+    assert "Traceback" not in server.stderr()
 
 
 def test_a_call_that_is_cancelled_without_it_is_no_bad_request(start_server: Callable[..., Server]) -> None:

@@ -8,7 +8,14 @@ import pytest
 from google.rpc.status_pb2 import Status
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.errors import InvalidRequest, Overloaded, RequestError, ShareExceeded, TooManyStreams
+from attnserve_server.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    ShareExceeded,
+    TooManyStreams,
+    TooManyUnsent,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +26,7 @@ from attnserve_server.errors import InvalidRequest, Overloaded, RequestError, Sh
         lambda: Overloaded("bytes", 16, 0.25),
         lambda: ShareExceeded("requests", 16, 0.25),
         lambda: TooManyStreams(3),
+        lambda: TooManyUnsent(3),
         lambda: CacheFull(100, 10, 0.25),
         lambda: CacheFull(100, 11, 0.25),
         lambda: InvalidRequest("query", "a tensor", "nothing"),

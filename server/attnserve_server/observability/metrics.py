@@ -65,6 +65,7 @@ REJECTIONS: Final = (
     "cache_bytes",
     "caches",
     "caller_streams",
+    "unsent_messages",
     "unread",
 )
 CANCELLATIONS: Final = ("cancelled", "deadline")

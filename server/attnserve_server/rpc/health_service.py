@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, RequestError
 from attnserve_server.observability.health import Health
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Context, Handler, Rpcs, connection_of, parsed
 
 HEALTH_SERVICE_NAME: Final = "grpc.health.v1.Health"
@@ -26,7 +26,7 @@ MAX_REQUEST_BYTES: Final = 1024
 class HealthService:
     """The service for one server's health. Watches are counted among `streams`."""
 
-    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenStreams) -> None:
+    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs) -> None:
         self._health = health
         self._rpcs = rpcs
         self._streams = streams

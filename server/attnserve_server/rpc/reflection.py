@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from attnserve_server.errors import TooManyStreams
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs, connection_of
 
 OLD_NAME: Final[str] = reflection.SERVICE_NAME
@@ -32,7 +32,7 @@ NAME: Final = OLD_NAME.replace("v1alpha", "v1")
 class Reflection:
     """Reflection for anybody; its streams are counted among `streams`."""
 
-    def __init__(self, rpcs: Rpcs, streams: OpenStreams) -> None:
+    def __init__(self, rpcs: Rpcs, streams: OpenRpcs) -> None:
         self._rpcs = rpcs
         self._streams = streams
 

@@ -28,6 +28,7 @@ from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.caller_turns import CallerTurns
+from attnserve_server.rpc.messages_due import MessagesDue
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -36,9 +37,6 @@ Reply: TypeAlias = Message | bytes
 
 MAX_PLAIN_BYTES: Final = 4 << 20
 """The longest message without tensors: 160 000 names of caches. Parsed, empty names take 16 times as much."""
-
-CANCELLED_WITHIN_S: Final = 1.0
-"""How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
 
 
 class Received(NamedTuple):
@@ -63,10 +61,17 @@ class _Refused(NamedTuple):
 class Rpcs:
     """What the services of one server have in common: identifying callers, and what becomes of errors."""
 
-    def __init__(self, callers: Callers, metrics: Metrics, refusals: Refusals | None = None) -> None:
+    def __init__(
+        self,
+        callers: Callers,
+        metrics: Metrics,
+        refusals: Refusals | None = None,
+        messages_due: MessagesDue | None = None,
+    ) -> None:
         self.callers = callers
         self.refusals = Refusals() if refusals is None else refusals
         self._metrics = metrics
+        self._messages_due = MessagesDue() if messages_due is None else messages_due
 
     def unary(
         self,
@@ -92,7 +97,7 @@ class Rpcs:
             try:
                 caller = self.callers.identify(context)
                 admit(caller)
-                message = await only_message(context)
+                message = await self._messages_due.message(context, caller.share)
                 arrival = perf_counter()
                 self._metrics.received(len(message))
                 if trace is not None:
@@ -157,19 +162,6 @@ class Rpcs:
                 self._metrics.usage.of(caller.name).rejected += 1
         self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
         await abort(context, error)
-
-
-async def only_message(context: Context) -> bytes:
-    """The message of a unary call to a handler that takes a stream of them. Raises InvalidRequest if there is none.
-
-    A call that ends without one has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its
-    task learns that apart from this.
-    """
-    message = await context.read()
-    if not isinstance(message, bytes):  # EOF
-        await asyncio.sleep(CANCELLED_WITHIN_S)
-        raise InvalidRequest("", "a message", "none", "MALFORMED_MESSAGE")
-    return message
 
 
 def when_sent(do: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.calls import Read
 from attnserve_server.rpc.fast_path import FastPath
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream, Streams
 from attnserve_server.rpc.stream_life import StreamLife
@@ -53,7 +53,7 @@ class AttentionService:
         self._metrics = streams.metrics
         self._rpcs = rpcs
         self._info = info
-        self._open_streams = OpenStreams(max_caller_streams)
+        self._open_streams = OpenRpcs(max_caller_streams)
         self._stream_life = stream_life
         self._serving: set[CallStream] = set()
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import pytest
 
 from attnserve_server.errors import TooManyStreams
-from attnserve_server.rpc.open_streams import OpenStreams
+from attnserve_server.rpc.open_rpcs import OpenRpcs
 
 
 def test_one_caller_has_so_many_and_another_as_many() -> None:
-    streams = OpenStreams(2)
+    streams = OpenRpcs(2)
     with ExitStack() as stack:
         for share in ("a", "b", "a", "b"):
             stack.enter_context(streams.one_more(share))
@@ -23,7 +23,7 @@ def test_one_caller_has_so_many_and_another_as_many() -> None:
 
 
 def test_callers_that_cannot_be_told_apart_are_bounded_together_only() -> None:
-    streams = OpenStreams(1, 3)
+    streams = OpenRpcs(1, 3)
     with ExitStack() as stack:
         for share in (None, None, "a"):
             stack.enter_context(streams.one_more(share))
@@ -33,7 +33,7 @@ def test_callers_that_cannot_be_told_apart_are_bounded_together_only() -> None:
 
 
 def test_a_stream_that_breaks_is_counted_no_longer() -> None:
-    streams = OpenStreams(1, 1)
+    streams = OpenRpcs(1, 1)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), streams.one_more("a"):
             raise ZeroDivisionError

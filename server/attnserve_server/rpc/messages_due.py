@@ -1,0 +1,55 @@
+"""The messages of unary calls: how many calls may wait for theirs, and how long.
+
+In: RPCs that have begun. Out: their messages. A caller decides when its message comes, and whether; until then the call
+takes some 20 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from typing import Any, Final, TypeAlias
+
+from grpc import aio
+
+from attnserve_server.errors import InvalidRequest, TooManyUnsent
+from attnserve_server.rpc.open_rpcs import OpenRpcs
+
+Context: TypeAlias = aio.ServicerContext[Any, Any]
+
+CANCELLED_WITHIN_S: Final = 1.0
+"""How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
+
+
+class MessagesDue:
+    """The messages that are to come: of so many calls of one caller, of so many of all, within so many seconds; None is
+    no bound.
+    """
+
+    def __init__(self, most_of_one: int = 4096, most_of_all: int | None = None, max_time: float | None = None) -> None:
+        self._waiting = OpenRpcs(most_of_one, most_of_all, TooManyUnsent)
+        self._max_time = max_time
+
+    async def message(self, context: Context, share: Hashable | None) -> bytes:
+        """The message of a unary call to a handler that takes a stream of them.
+
+        Raises InvalidRequest if none comes, and TooManyUnsent if too many calls wait for theirs.
+        """
+        self._waiting.begin(share)
+        try:
+            async with asyncio.timeout(self._max_time):
+                message = await context.read()
+            if isinstance(message, bytes):
+                return message
+            # It has ended, so it has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its
+            # task learns that apart from this.
+            await asyncio.sleep(CANCELLED_WITHIN_S)
+            raise _missing("a message")
+        except TimeoutError:
+            raise _missing(f"a message within {self._max_time:g} s") from None
+        finally:
+            self._waiting.end(share)
+
+
+def _missing(expected: str) -> InvalidRequest:
+    return InvalidRequest("", expected, "none", "MALFORMED_MESSAGE")
