@@ -57,8 +57,8 @@ class Stream:
         return names
 
     def replies(self, *names: Any, now: float = 0.0, error: Any = DONE) -> None:
-        for name in names:
-            self._take(self.multiplexer.resolve(self.number, [Reply(self.ids[name], error)], now))
+        """A message with replies."""
+        self._take(self.multiplexer.resolve(self.number, [Reply(self.ids[name], error) for name in names], now))
 
     def tick(self, now: float) -> None:
         self._take(self.multiplexer.tick(now))
@@ -107,6 +107,14 @@ def test_those_of_a_higher_priority_are_sent_first(stream: Stream) -> None:
     first = stream.sent(1.1)
     stream.replies("urgent", 4, 5, now=1.2)
     assert first + stream.sent(1.2) == ["urgent", 4, 5, "a", "b", "idle"]
+
+
+def test_a_connection_that_takes_no_calls_finds_no_more_room(stream: Stream) -> None:
+    """A server that reads slowly refuses nothing: what it has not read could not move to another server."""
+    stream.add(*range(100, 200), now=0.1)
+    for name in range(4):  # each makes room for one, which is not read
+        stream.replies(name, now=0.2)
+    assert stream.sent(0.2) == [100, 101, 102, 103]
 
 
 def test_answers_while_others_wait_find_more_room(stream: Stream) -> None:

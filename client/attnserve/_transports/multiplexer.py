@@ -228,7 +228,7 @@ class Multiplexer(Generic[T]):
             outcomes.append((call, result))
             self._replica.worked(now, begin)
         self._policy.answered(answered, now)
-        self._waiting.answered(answered, now, refused=refused)
+        self._waiting.answered(answered, now, refused=refused, taken=not self._ready)
         self._release(now)
         return outcomes
 

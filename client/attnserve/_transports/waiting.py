@@ -149,11 +149,11 @@ class Waiting(Generic[T]):
             self._replica.room.until = max(self._replica.room.until, min(self._window.asks, now + LONGEST))
         return True
 
-    def answered(self, calls: int, now: float, *, refused: bool) -> None:
-        """Notes that calls have been answered, and whether others were refused. If the server has refused too many in a
-        row and has none, none is to wait for it.
+    def answered(self, calls: int, now: float, *, refused: bool, taken: bool) -> None:
+        """Notes that calls have been answered, whether others were refused, and whether the connection has `taken` all
+        that may be sent. If the server has refused too many in a row and has none, none is to wait for it.
         """
-        self._window.answered(calls, len(self._held), now)
+        self._window.answered(calls, len(self._held), now, taken=taken)
         if not (refused and self._window.given_up):
             return
         assert self._window.refusal is not None

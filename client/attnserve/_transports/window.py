@@ -147,8 +147,10 @@ class Window:
         self._limit = max(1.0, unanswered)
         self._shut = self._starting = not unanswered
 
-    def answered(self, calls: int, waiting: int, now: float) -> None:
-        """Notes that calls have been answered while so many wait to be sent."""
+    def answered(self, calls: int, waiting: int, now: float, *, taken: bool = True) -> None:
+        """Notes that calls have been answered while so many wait to be sent. If the connection has not `taken` what the
+        bound allows, more of it would find no more room: the server reads slowly, instead of refusing.
+        """
         if self._refusal is None or not calls:
             return
         self._in_a_row = 0
@@ -156,7 +158,8 @@ class Window:
         self.asks = now + max(self._refusal.retry_delay or 0.0, LEAST_PAUSE)
         if waiting:
             self.speed.answered(calls, now)
-            self._limit += calls * (1.0 if self._starting else max(1.0 / self._limit, GROWTH))
+            if taken:
+                self._limit += calls * (1.0 if self._starting else max(1.0 / self._limit, GROWTH))
 
     def room(self, unanswered: int) -> float:
         """How many more calls may be sent; those that are sent when it `asks` come on top."""
