@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server.devices.compute import MAX_ROWS, ROWS, chunks
+from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.devices.division import chunks
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput

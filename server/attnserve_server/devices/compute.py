@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -34,12 +34,6 @@ MAX_ROWS = 512
 
 ALONE_FLOPS = 4_000_000
 """The native library finishes less work than this sooner than another thread could take the GIL and give it back."""
-
-UNEVEN = 1.15
-"""Items are shared out among threads if the busiest gets at most this many times the average load: each thread then
-computes its items from end to end, instead of waiting for the slowest at every step and joining the parts.
-"""
-
 
 AttendPacked: TypeAlias = Callable[[bytearray, int], list[int]]
 """Computes packed calls of the native kernel, which together cost this many FLOPs. Returns the places of those whose
@@ -111,43 +105,3 @@ class Compute(Protocol):
 
     def run_each(self, computations: Sequence[Callable[[], AttentionResult]], flops: int) -> list[AttentionResult]:
         """The results of computations, in order. `flops` is their total cost."""
-
-
-def even_shares(costs: Sequence[int], threads: int) -> tuple[list[list[int]], list[int]]:
-    """The places of each thread's items, if they divide evenly, and of the items that are better split among all
-    threads: none, one, or all.
-    """
-    places = list(range(len(costs)))
-    rest: list[int] = []
-    for _ in range(2):
-        parts = [[places[place] for place in part] for part in shares([costs[place] for place in places], threads)]
-        loads = [sum(costs[place] for place in part) for part in parts]
-        if len(parts) == threads and max(loads) * threads <= UNEVEN * sum(loads):
-            return parts, rest
-        if len(places) < 2:
-            break
-        busiest = parts[loads.index(max(loads))]
-        rest = [min(busiest, key=costs.__getitem__)]
-        places.remove(rest[0])
-    return [], list(range(len(costs)))
-
-
-def shares(costs: Sequence[int], threads: int) -> list[list[int]]:
-    """Places of items of these costs, divided greedily: the next largest goes to the least loaded thread. Ascending."""
-    parts: list[list[int]] = [[] for _ in range(threads)]
-    loads = [0] * threads
-    for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        least = loads.index(min(loads))
-        parts[least].append(place)
-        loads[least] += costs[place]
-    return [sorted(part) for part in parts if part]
-
-
-def chunks(rows: int, threads: int) -> Iterator[slice]:
-    """Ranges of rows, all but the last of multiples of ROWS and none above MAX_ROWS, in a number that keeps all threads
-    equally busy.
-    """
-    blocks, count = -(-rows // ROWS), -(-rows // MAX_ROWS)
-    count = min(-(-count // threads) * threads, blocks)
-    for place in range(count):
-        yield slice(blocks * place // count * ROWS, min(rows, blocks * (place + 1) // count * ROWS))

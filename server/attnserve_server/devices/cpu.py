@@ -26,14 +26,13 @@ from attnserve_server.devices.compute import (
     RowFunction,
     Rows,
     StepPacked,
-    chunks,
-    even_shares,
 )
+from attnserve_server.devices.division import chunks, combined, divided, end_to_end, even_shares
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.host import cpus
-from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, kernel_for
+from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.decoders import Decoders, Step
@@ -179,7 +178,7 @@ class CpuDevice:
             with torch.inference_mode():  # it is set per thread
                 return function(*(tensor[of_rows] for tensor in tensors))
 
-        return _end_to_end(list(map(part, ranges) if pool is None else pool.map(part, ranges)))
+        return end_to_end(list(map(part, ranges) if pool is None else pool.map(part, ranges)))
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls, computed on all threads if they cost enough."""
@@ -220,9 +219,9 @@ class CpuDevice:
             results = [attend(call) for call in calls]
         else:
             few = len(calls) < 2 * self.threads
-            divided = [_divide(call, self.threads) if few else ([call], 0) for call in calls]
-            computed = self._on_threads(pool, [partial(attend, part) for parts, _ in divided for part in parts])
-            results = [_combine([next(computed) for _ in parts], axis) for parts, axis in divided]
+            divisions = [divided(call, self.threads) if few else ([call], 0) for call in calls]
+            computed = self._on_threads(pool, [partial(attend, part) for parts, _ in divisions for part in parts])
+            results = [combined([next(computed) for _ in parts], axis) for parts, axis in divisions]
         with self._counting:
             self._kernel_calls.update(result.kernel for result in results)
         return results
@@ -314,40 +313,3 @@ class CpuDevice:
 def _run_each(computations: Sequence[Callable[[], AttentionResult]]) -> list[AttentionResult]:
     with torch.inference_mode():  # it is set per thread
         return [compute() for compute in computations]
-
-
-def _end_to_end(parts: list[Rows]) -> Rows:
-    """Concatenates tensors, or tuples of tensors, by rows."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
-    return tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
-
-
-def _divide(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:
-    """A call as calls for some of its sequences (axis 0), or of its heads (axis 1) where that changes no bits."""
-    sequences, kv_heads = call.query.shape[0], call.key.shape[1]
-    # What does not divide evenly by sequences may do so by heads.
-    if sequences % count and kv_heads >= count and kernel_for(call).heads_apart:
-        return [call.kv_heads(start, stop) for start, stop in _ranges(kv_heads, count)], 1
-    if sequences >= count:
-        return [call.sequences(start, stop) for start, stop in _ranges(sequences, count)], 0
-    return [call], 0
-
-
-def _ranges(length: int, count: int) -> list[tuple[int, int]]:
-    edges = [length * place // count for place in range(count + 1)]
-    return list(itertools.pairwise(edges))
-
-
-def _combine(parts: list[AttentionResult], axis: int) -> AttentionResult:
-    """The result of a call that was divided along an axis."""
-    if len(parts) == 1:
-        return parts[0]
-    return AttentionResult(
-        torch.cat([part.output for part in parts], axis),
-        torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
-        torch.cat([part.scores for part in parts if part.scores is not None], axis)
-        if parts[0].scores is not None
-        else None,
-        parts[0].kernel,
-    )
