@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
-from attnserve_server.devices.division import chunks
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.devices.division import chunks
 from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions

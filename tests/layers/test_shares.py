@@ -10,8 +10,8 @@ import random_layers as make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve_server.devices.division import UNEVEN, even_shares, shares
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
+from attnserve_server.devices.division import UNEVEN, even_shares, shares
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 
 EACH = SPLIT_FLOPS
