@@ -25,7 +25,8 @@ from attnserve_server.caches import attend as attend_module
 from attnserve_server.caches import query as query_module
 from attnserve_server.caches import step as step_module
 from attnserve_server.caches.attend import CacheQuery, attend_cache
-from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.page_memory import STORAGE
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import cpu
 from attnserve_server.devices.cpu import CpuDevice

@@ -296,5 +296,5 @@ def test_whether_pages_are_finite_is_known_as_elsewhere(stepping_: Stepping, dty
             turn = stepping_.turn(message_of(request))
             assert turn is not None
             turn.end(failed=False)
-            found.append(stepping_.host.pages.finite_pages(np.array(cache.pages(0), np.int32)) == 1)
+            found.append(stepping_.host.pages.finite.leading(np.array(cache.pages(0), np.int32)) == 1)
         assert found == [True, bad is None, bad is None]

@@ -12,7 +12,7 @@ from stepping import SHAPE, Stepping, assert_same, device, message_of, step, ste
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches import fast_path
 from attnserve_server.caches.layer import PageTable
-from attnserve_server.caches.pages import PageAddresses
+from attnserve_server.caches.page_memory import PageAddresses
 from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.native import library
@@ -126,14 +126,14 @@ def test_a_bug_leaves_caches_as_they_were(stepping_: Stepping, monkeypatch: pyte
     cache, other = stepping_.create(8), stepping_.create(8)
     request = step(cache, append=True)
     stepping_.learn(request)
-    addresses = stepping_.host.pages.addresses
+    addresses = stepping_.host.pages.memory.addresses
 
     def fails_for_the_other(table: PageTable) -> PageAddresses:
         if table is other.table(0):
             raise RuntimeError
         return addresses(table)
 
-    monkeypatch.setattr(stepping_.host.pages, "addresses", fails_for_the_other)
+    monkeypatch.setattr(stepping_.host.pages.memory, "addresses", fails_for_the_other)
     with pytest.raises(RuntimeError):
         stepping_.turn(message_of(request, step(other, append=True)))
     stepping_.assert_at_rest()

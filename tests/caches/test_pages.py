@@ -10,7 +10,8 @@ import torch
 from resident import CPU, page_bytes_for, placement
 
 from attnserve_server.caches.layer import Placement, Write
-from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.page_memory import STORAGE
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native import library

@@ -46,8 +46,8 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
     shape, where = CacheShape(2, width, width, 1, dtype), device.torch_device  # type: ignore[arg-type]
     page_bytes = 2 * 128 * shape.num_kv_heads * width * shape.item_bytes
     pool = PagePool(64 * page_bytes, page_bytes, where)
-    key, value = pool.everything(shape)
-    per_page = pool.tokens_per_page(shape)
+    views = pool.memory.views(shape)
+    key, value, per_page = views.key, views.value, views.tokens_per_page
     for whole in (key, value):
         whole.fill_(torch.nan)
     random = torch.Generator(where).manual_seed(0)

@@ -111,7 +111,7 @@ class Decoding:
     def finite(self, cache: Cache) -> list[bool]:
         """Whether all pages of a layer of a cache are known to be finite, for each layer."""
         pages = [np.array(cache.pages(block), np.int32) for block in range(self.shape.layers)]
-        return [self.pool.finite_pages(each) == len(each) for each in pages]
+        return [self.pool.finite.leading(each) == len(each) for each in pages]
 
 
 def decoder(width: int = 32, blocks: int = 2, crossed: bool = False, **fields: Any) -> Transformer:

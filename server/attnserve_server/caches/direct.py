@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
+from attnserve_server.caches.page_memory import PageLayout
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
-from attnserve_server.caches.pages import PageLayout, PagePool
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import AttendPacked
 from attnserve_server.native.broken import Broken, broken_of
@@ -54,7 +55,7 @@ def attend_requests(
     NaN or infinities.
     """
     shape = requests[0].uses[0].cache.shape
-    layout = pool.layout(shape)
+    layout = pool.memory.layout(shape)
     results: list[RequestResult | None] = [None] * len(requests)
     calls: list[PagedCall] = []
     owners: list[int] = []

@@ -88,7 +88,7 @@ class CacheFastPath:
             return None
         if len(payloads) != len(request.payloads) or len(payloads) != len(problem.tensors):
             return None
-        plan = planned(problem, shape, self._host.pages.layout(shape))
+        plan = planned(problem, shape, self._host.pages.memory.layout(shape))
         if plan is None or not problem.query_length or problem.batch > MOST_SEQUENCES:
             return None
         if request.reply_bytes > MOST_RESULT_BYTES:
@@ -199,7 +199,7 @@ class CacheFastPath:
             self._append(first_call, request)
         found = zip(request.uses, request.kv_lengths, request.offsets, request.lengths, strict=True)
         for call, (use, kv_length, offset, length) in enumerate(found, first_call):
-            key, value, _ = pool.addresses(use.cache.table(use.layer))
+            key, value, _ = pool.memory.addresses(use.cache.table(use.layer))
             self._messages.attend_to(call, key, value, kv_length, offset, length)
 
     def _append(self, first_call: int, request: CachedRequest) -> None:
@@ -208,7 +208,7 @@ class CacheFastPath:
         for call, (copies, ((page, slot, _),)) in enumerate(request.placements, first_call):
             if copies:
                 pool.copy(copies)
-            finite = self._messages.append(call, *pool.page(page), slot)
+            finite = self._messages.append(call, *pool.memory.page(page), slot)
             pool.note(shape, page, slot, finite=finite)
 
 

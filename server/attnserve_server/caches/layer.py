@@ -15,7 +15,7 @@ from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
 from attnserve_server.caches.pool import PageAllocator
 
 if TYPE_CHECKING:
-    from attnserve_server.caches.pages import PageAddresses
+    from attnserve_server.caches.page_memory import PageAddresses
 
 
 class Write(NamedTuple):

@@ -72,7 +72,7 @@ def _call(
     query: CacheQuery, mask: torch.Tensor | None, bias: torch.Tensor | None, result: AttentionResult, pool: PagePool
 ) -> PagedCall:
     """A query with mask and bias [1, Hq, Lq, length]."""
-    tensor, shape, layout = query.query, query.shape, pool.layout(query.shape)
+    tensor, shape, layout = query.query, query.shape, pool.memory.layout(query.shape)
     packed = shape_of(query, shape.num_kv_heads, result.output, mask, bias, keys_of(shape, layout))
     rows = tensor.shape[2] * (tensor.shape[1] // shape.num_kv_heads)
     parts = tensor, result.output, result.lse, mask, bias, query.alibi_slopes, query.sinks

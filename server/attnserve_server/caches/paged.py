@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from attnserve_server.caches.layer import PageTable
-from attnserve_server.caches.pages import STORAGE, PageLayout, PagePool
+from attnserve_server.caches.page_memory import STORAGE, PageLayout
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
 from attnserve_server.devices.compute import AttendPacked
@@ -85,7 +86,7 @@ def packed_calls(calls: Sequence[PagedCall], pool: PagePool) -> tuple[bytearray,
 def _packed(call: PagedCall, pool: PagePool, shared: int) -> bytes:
     """A call whose first `shared` pages are also those of the call before it."""
     (query, output, lse, mask, bias, slopes, sinks), shape, table, length, offset = call
-    key, value, _ = pool.addresses(table)
+    key, value, _ = pool.memory.addresses(table)
     return pack(
         (query, key, value, output, lse, mask, bias, slopes, sinks), with_keys(shape.packed, length, offset), shared
     )
@@ -107,7 +108,7 @@ def _grouped(calls: Sequence[PagedCall], pool: PagePool) -> list[Group]:
             continue
         # If a shared page were not finite, whether a result is finite would depend on the others.
         full = [pages[place][: calls[place].length // shape.tokens_per_page] for place in members]
-        shareable = [own[: pool.finite_pages(own)] for own in full]
+        shareable = [own[: pool.finite.leading(own)] for own in full]
         most = GROUP_ROWS // max(1, shape.rows)
         found += [Group([members[n] for n in own], shared) for own, shared in groups(shareable, most)]
     return found

@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.caches.merge import merge
-from attnserve_server.caches.pages import STORAGE, Block, PagePool
+from attnserve_server.caches.page_memory import STORAGE
+from attnserve_server.caches.pages import Block, PagePool
 from attnserve_server.caches.parts import Part, as_sequences, by_page
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.kernels import (

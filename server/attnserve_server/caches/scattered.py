@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.page_memory import STORAGE
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Scattering
 from attnserve_server.kernels import ScatteredCall, varlen_cuda
@@ -61,7 +62,7 @@ def computes(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, poo
         return False
     if width > varlen_cuda.MAX_WIDTH or width % varlen_cuda.ROW_ELEMENTS or shape.num_kv_heads > MAX_SEQUENCES:
         return False
-    page_elements, pages = pool.everything(shape)[0].stride(0), pool.count
+    page_elements, pages = pool.memory.views(shape).key.stride(0), pool.memory.count
     # Results over pages must be no larger than the pages that they are computed from.
     return (
         length > 0
@@ -135,7 +136,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [S, R, Hk, D] and lse [S, R, Hk] of query [S, R, Hk, D], by one kernel call."""
     count, rows, heads, width = query.shape
-    key, value = pool.everything(shape)
+    views = pool.memory.views(shape)
+    key, value = views.key, views.value
     page_rows = key.stride(0) // width
     plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows, max(1, BLOCK_ROWS // rows))
     levels = [level for level in plan.levels if level is not None]

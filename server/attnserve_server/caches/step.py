@@ -18,7 +18,8 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.caches.merge import merge
-from attnserve_server.caches.pages import STORAGE, Block, PagePool
+from attnserve_server.caches.page_memory import STORAGE
+from attnserve_server.caches.pages import Block, PagePool
 from attnserve_server.caches.query import CacheQuery, has_few_queries
 from attnserve_server.caches.shape import TOKEN_MULTIPLE
 from attnserve_server.kernels import AttentionResult, part_of
@@ -63,7 +64,7 @@ class Step:
         if begin == end or not is_finite(tensor) or not (query.bias is None or is_finite(query.bias)):
             return None
         first, last = begin // per_page, -(-end // per_page)
-        each = max(1, PIECE_BYTES // pool.page_bytes)
+        each = max(1, PIECE_BYTES // pool.memory.page_bytes)
         count = -(-(last - first) // each)
         pieces = []
         for place in range(count):

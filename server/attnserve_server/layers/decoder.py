@@ -12,8 +12,9 @@ from typing import Final, TypeAlias
 
 import torch
 
+from attnserve_server.caches.page_memory import STORAGE
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, keys_of, packed_calls
-from attnserve_server.caches.pages import STORAGE, PagePool
+from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute, StepPacked
@@ -101,19 +102,19 @@ class DecoderSteps:
         tokens, slots = self._tokens(sequences, pool)
         calls, orders, effort = self._calls(sequences, pool)
         effort += self._decoder.effort(len(rows), self._dtype.itemsize)
-        page, output = pool.packed_layout(sequences[0][2].shape), None
+        page, output = pool.memory.packed_layout(sequences[0][2].shape), None
         try:
             output = self._step(Step(self._decoder, page, rows, rotations, tokens, calls), effort)
         finally:
             if output is None:
                 for number, _ in slots:
-                    pool.know(number, 0, finite=False)
+                    pool.finite.know(number, 0, finite=False)
         if output is None:
             requests = batch.requests
             return sorted({requests[places[place]] for place in _broken(calls, orders)})
         flags = memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()
         for (number, slot), finite in zip(slots, flags, strict=True):
-            pool.know(number, slot, finite=bool(finite))
+            pool.finite.know(number, slot, finite=bool(finite))
         return output
 
     def _prepare(self, sequences: Sequence[Stepped], pool: PagePool) -> None:
@@ -132,7 +133,7 @@ class DecoderSteps:
             for start, _, resident in sequences:
                 row = start * self._across
                 for write in resident.placements[block].writes:
-                    page = pool.page(write.page)
+                    page = pool.memory.page(write.page)
                     for slot in range(write.first_slot, write.first_slot + write.tokens):
                         packed += TOKEN.pack(row + key_at, row + value_at, *page, slot, 1)
                         slots.append((write.page, slot))
@@ -168,7 +169,7 @@ class DecoderSteps:
         projected = torch.empty(length, self._across // self._dtype.itemsize, dtype=self._dtype, device="meta")
         query, _, value = attention.heads(projected)
         output = projected.new_empty(length, query.shape[1], value.shape[2])
-        layout = pool.layout(shape)
+        layout = pool.memory.layout(shape)
         of_sequence = CacheQuery(
             query=query.transpose(0, 1).unsqueeze(0),
             shape=shape,
