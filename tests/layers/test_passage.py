@@ -73,6 +73,19 @@ def test_widths_are_whole_vectors(devices: Devices, architecture: Transformer, e
     assert by_library(architecture, devices[1]) == (expected and there)
 
 
+@pytest.mark.parametrize("width", [16, 112, 880])
+@pytest.mark.parametrize("constant", [0.1, 7.7, 1000.3, 1e6])
+def test_of_equal_elements_the_layer_norm_leaves_nothing(devices: Devices, width: int, constant: float) -> None:
+    """What rounding leaves of them is scaled by up to 1 / sqrt(epsilon), here 1e6."""
+    block = make.block(width, 1, norm=Norm(kind="layer", width=width, epsilon=1e-12, weight=False, bias=False))
+    architecture = Transformer(blocks=1, block=block)
+    parameters = {name: torch.zeros(shape) for name, shape in architecture.shapes().items()}
+    rows = torch.full((16, width), constant)
+    rows[1::2] *= -1
+    (reply,) = make.run(make.layer_of(architecture, parameters, devices[1]), make.packed(rows))
+    torch.testing.assert_close(reply.output, torch.zeros(16, width), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])

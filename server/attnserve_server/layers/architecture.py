@@ -144,12 +144,19 @@ def attention(evidence: Evidence, width: int | None = None, contexts: int | None
         if value_rows is not None:
             value_dim = _quotient(scope + "kv_heads", value_rows, "value.weight", kv_heads)
     output = "output.weight" in evidence.names
-    outputs = heads * value_dim if not output else width
+    joined = heads * value_dim
+    if not output and width is not None and width != joined:
+        expected = f"a map of the {joined} values of the heads to {width}"
+        raise UndeterminedError(scope + "output.weight", expected, "none")
     return Attention(
         inputs=said("inputs") or known("inputs", width, evidence.length("query.weight", 1)),
         contexts=said("contexts")
         or known("contexts", contexts, *(evidence.length(f"{name}.weight", 1) for name in ("key", "value"))),
-        outputs=said("outputs") or known("outputs", outputs, evidence.length("output.weight", 0)),
+        outputs=(
+            said("outputs") or known("outputs", width, evidence.length("output.weight", 0))
+            if output
+            else _as_declared(evidence, "outputs", joined, "the values of the heads, as there is no output.weight")
+        ),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -158,7 +165,7 @@ def attention(evidence: Evidence, width: int | None = None, contexts: int | None
         key_bias="key.bias" in evidence.names,
         value_bias="value.bias" in evidence.names,
         output=output,
-        output_bias="output.bias" in evidence.names,
+        output_bias=output and "output.bias" in evidence.names,
         causal=said(scope + "causal", False),
         window=tuple(said(scope + "window", (-1, -1))),
         scale=said(scope + "scale"),
@@ -166,6 +173,13 @@ def attention(evidence: Evidence, width: int | None = None, contexts: int | None
         alibi=() if scope else _alibi(said("alibi", ()), heads),
         rotary=None if scope or not said("rotary") else _rotary(evidence, head_dim),
     )
+
+
+def _as_declared(evidence: Evidence, key: str, length: int, what: str) -> int:
+    """A length that follows from others. Raises UndeterminedError if another is declared."""
+    if (declared := evidence.get(key, length)) != length:
+        raise UndeterminedError(key, f"{length}, {what}", declared)
+    return length
 
 
 def _alibi(declared: str | list[float], heads: int) -> tuple[float, ...]:
@@ -198,17 +212,20 @@ def learned_score(kind: Literal["additive", "general"], evidence: Evidence) -> L
     query, key = ("query.weight", "key.weight") if kind == "additive" else ("score.weight", "score.weight")
     contexts = said("contexts") or known("contexts", length(key, 1), length("value.weight", 1))
     value = "value.weight" in names
-    outputs = known("outputs", length("value.weight", 0)) if value and not said("outputs") else contexts
     return LearnedScore(
         score=kind,
         inputs=said("inputs") or known("inputs", length(query, 1 if kind == "additive" else 0)),
         contexts=contexts,
-        outputs=said("outputs", outputs),
+        outputs=(
+            said("outputs") or known("outputs", length("value.weight", 0))
+            if value
+            else _as_declared(evidence, "outputs", contexts, "the width of the context, as there is no value.weight")
+        ),
         units=0 if kind == "general" else said("units") or known("units", length(query, 0), length(key, 0)),
         bias="bias" in names,
         score_weight=kind == "general" or "score.weight" in names,
         value=value,
-        value_bias="value.bias" in names,
+        value_bias=value and "value.bias" in names,
         causal=said("causal", False),
         window=tuple(said("window", (-1, -1))),
         scale=said("scale"),
@@ -292,12 +309,16 @@ def _embedding(evidence: Evidence, width: int) -> Embedding | None:
     if not sinusoidal and not any(name.startswith("embedding.") for name in evidence.names):
         return None
     norm = "embedding.norm.weight" in evidence.names
+    positions, offset = rows("position"), evidence.get("embedding.position_offset", 0)
+    if positions and offset >= positions:
+        expected = f"less than the {positions} positions that there are"
+        raise UndeterminedError("embedding.position_offset", expected, offset)
     return Embedding(
         width=width,
         vocabulary=rows("token"),
         scale=float(evidence.get("embedding.scale", 1.0)),
-        positions=rows("position"),
-        position_offset=evidence.get("embedding.position_offset", 0),
+        positions=positions,
+        position_offset=offset,
         sinusoidal=sinusoidal,
         segments=rows("segment"),
         norm=_norm(evidence, evidence, "embedding.norm.", width) if norm else None,

@@ -53,12 +53,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         text = file.read(length)
     try:
-        entries = json.loads(text, object_pairs_hook=_without_duplicates)
+        entries = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise HeaderError("a safetensors file: a header of JSON", f"{error}") from None
+        raise HeaderError("a safetensors file: a header of JSON in UTF-8", f"{error}") from None
     if not isinstance(entries, dict):
         raise HeaderError("a safetensors file: a header that is a JSON object", type(entries).__name__)
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError("a safetensors file: texts by name in __metadata__", repr(metadata)[:200])
     return _tensors(entries, size - 8 - length)
 
 

@@ -6,13 +6,17 @@ In: a table as TOML gives it. Out: what is wrong with it, and its options flat, 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, get_args
 
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.specification import Activation, Dtype, NormKind
+
+MOST: Final = 2**31 - 1
+"""The largest whole number, as an axis of a tensor can have."""
+LARGEST: Final = 3.4028234e38
+"""The largest number, as float32 has."""
 
 KINDS: Final = ("multi_head", "single_head", "additive", "general", "transformer")
 
@@ -35,11 +39,11 @@ class Wrong(NamedTuple):
 
 
 def _is_whole(value: object, least: int = 0) -> bool:
-    return type(value) is int and value >= least
+    return type(value) is int and least <= value <= MOST
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def _is_list(value: object, valid: Callable[[Any], bool], length: int | None = None) -> bool:
@@ -54,15 +58,15 @@ def _table(words: str, keys: Mapping[str, Key]) -> Key:
     return Key(f"a table of {words} ({', '.join(keys)})", lambda value: isinstance(value, dict), keys)
 
 
-LENGTH: Final = Key("a whole number of at least 1", lambda value: _is_whole(value, 1))
-INTEGER: Final = Key("a whole number", lambda value: type(value) is int)
-NUMBER: Final = Key("a finite number", _is_number)
-POSITIVE: Final = Key("a finite number above 0", lambda value: _is_number(value) and value > 0)
+LENGTH: Final = Key(f"a whole number from 1 to {MOST}", lambda value: _is_whole(value, 1))
+INTEGER: Final = Key(f"a whole number from {-MOST} to {MOST}", lambda value: _is_whole(value, -MOST))
+NUMBER: Final = Key("a number that float32 has room for", _is_number)
+POSITIVE: Final = Key("a number above 0 that float32 has room for", lambda value: _is_number(value) and value > 0)
 TRUTH: Final = Key("true or false", lambda value: isinstance(value, bool))
 TEXT: Final = Key("text", lambda value: isinstance(value, str))
 FALSE: Final = Key("false, which leaves it out", lambda value: value is False)
 WINDOW: Final = Key(
-    "[left, right], each a whole number of at least -1",
+    f"[left, right], each a whole number from -1 to {MOST}",
     lambda value: _is_list(value, lambda side: _is_whole(side, -1), 2),
 )
 
@@ -77,7 +81,7 @@ _NORM: Final = {"kind": _one_of(*get_args(NormKind)), "epsilon": POSITIVE, "unit
 _EMBEDDING: Final = {
     "scale": NUMBER,
     "sinusoidal": TRUTH,
-    "position_offset": Key("a whole number of at least 0", _is_whole),
+    "position_offset": Key(f"a whole number from 0 to {MOST}", _is_whole),
 }
 SOURCE: Final = {
     "tensor": TEXT,
@@ -107,8 +111,11 @@ _WIDTHS: Final = {"inputs": LENGTH, "contexts": LENGTH, "outputs": LENGTH}
 _SEEN: Final = {"causal": TRUTH, "window": WINDOW, "scale": NUMBER}
 _SCORES: Final = {
     **_SEEN,
-    "softcap": Key("a finite number of at least 0", lambda value: _is_number(value) and value >= 0),
-    "alibi": Key("slopes, one a head, or geometric", lambda value: value == "geometric" or _is_list(value, _is_number)),
+    "softcap": Key("a number of at least 0 that float32 has room for", lambda value: _is_number(value) and value >= 0),
+    "alibi": Key(
+        "slopes that float32 has room for, one a head, or geometric",
+        lambda value: value == "geometric" or _is_list(value, _is_number),
+    ),
     "rotary": Key(
         f"a table of rotary embedding ({', '.join(_ROTARY)}), or false",
         lambda value: isinstance(value, dict) or value is False,

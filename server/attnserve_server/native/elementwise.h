@@ -4,19 +4,30 @@
 /* The sum of all elements of two vectors. */
 INLINE float total_of(vec x, vec y) { return vsum(x + y); }
 
-/* One row's norm. The sums of squares are those of deviations from the mean, not differences of sums of squares. */
+/* One row's norm, by the corrected two-pass algorithm (Chan, Golub and LeVeque 1983): the sum of the deviations from the
+   mean, which is 0 but for rounding, corrects both it and the sum of their squares. Where a row is nearly constant, the
+   deviations are scaled by up to 1 / sqrt(epsilon). */
 INLINE void normalize(const struct norm *norm, int64_t dtype, int64_t width, const void *from, void *to) {
     vec sums[2] = {vzero(), vzero()}, squares[2] = {vzero(), vzero()};
     float mean = 0;
     if (norm->kind == LAYER_NORM) {
         for (int64_t c = 0; c < width; c += V) sums[c / V % 2] = sums[c / V % 2] + vload_as(element(from, dtype, c), dtype);
         mean = total_of(sums[0], sums[1]) / (float)width;
+        sums[0] = sums[1] = vzero();
     }
     for (int64_t c = 0; c < width; c += V) {
         vec x = vload_as(element(from, dtype, c), dtype) - vset(mean);
+        sums[c / V % 2] = sums[c / V % 2] + x;
         squares[c / V % 2] = vfma(x, x, squares[c / V % 2]);
     }
-    float share = 1 / sqrtf(total_of(squares[0], squares[1]) / (float)width + (float)norm->epsilon);
+    float variance = total_of(squares[0], squares[1]) / (float)width;
+    if (norm->kind == LAYER_NORM) {
+        float rest = total_of(sums[0], sums[1]) / (float)width;
+        mean += rest;
+        variance -= rest * rest;
+        if (variance < 0) variance = 0; /* but not NaN */
+    }
+    float share = 1 / sqrtf(variance + (float)norm->epsilon);
     for (int64_t c = 0; c < width; c += V) {
         vec x = (vload_as(element(from, dtype, c), dtype) - vset(mean)) * vset(share);
         if (norm->weight) x = x * vload(norm->weight + c);
