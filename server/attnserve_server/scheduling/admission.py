@@ -34,7 +34,7 @@ ALWAYS_BATCHES: Final = 2
 
 
 @dataclass(slots=True)
-class Usage:
+class InFlight:
     """What is in flight: requests and bytes until the reply is sent; those not computed yet, and their FLOPs."""
 
     requests: int = 0
@@ -46,7 +46,7 @@ class Usage:
     """The requests not computed yet, by kind."""
 
 
-NOTHING: Final = Usage()
+NOTHING: Final = InFlight()
 
 MOST_TOLD: Final = 1024
 """The number of callers whose refusals are remembered: more than have connections between two batches."""
@@ -76,9 +76,9 @@ class Admission:
         self._max_flops = max_flops
         self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
         self._max_queue_time = max_queue_time or inf
-        self._everybody = Usage()
+        self._everybody = InFlight()
         self._stands = False
-        self._callers: dict[Hashable, Usage] = {}
+        self._callers: dict[Hashable, InFlight] = {}
         self._told: dict[Hashable, Told] = {}
         """The callers refused since the counts last changed in a way that could make room: until the next such change,
         the refusal stands.
@@ -154,7 +154,7 @@ class Admission:
         elif everybody.waiting <= ALWAYS_WAIT // 4:
             self._stands = False
 
-    def _check_queue(self, own: Usage) -> None:
+    def _check_queue(self, own: InFlight) -> None:
         """Raises Overloaded if the caller would wait too long, both for all that waits and for its own requests alone
         at one caller's equal share. A queue that comes and goes may take `max_queue_time`. A standing queue helps
         nobody, and is kept to what the device needs so as not to run out of work.
@@ -184,7 +184,7 @@ class Admission:
             raise self._full("flops", self._max_flops)
         own = self._callers.get(caller)
         if own is None:
-            own = self._callers[caller] = Usage()
+            own = self._callers[caller] = InFlight()
             self._told.clear()  # shares are smaller now
         elif self._told and self._is_above_average(flops, kind):
             self._told.clear()
@@ -223,7 +223,7 @@ class Admission:
         """Counts in requests of a caller for which there is room, already computed, of `size` bytes together."""
         own = self._callers.get(caller)
         if own is None:
-            own = self._callers[caller] = Usage()
+            own = self._callers[caller] = InFlight()
         self._stands = False
         self._told.clear()
         for usage in (self._everybody, own):
@@ -294,11 +294,11 @@ class Admission:
         self._stands = True
         return Overloaded(bound, limit, self._delay(bound, self._everybody))
 
-    def _has_its_share(self, bound: str, limit: float, own: Usage) -> ShareExceeded:
+    def _has_its_share(self, bound: str, limit: float, own: InFlight) -> ShareExceeded:
         self._stands = True
         return ShareExceeded(bound, limit, self._delay(bound, own, len(self._callers)))
 
-    def _delay(self, bound: str, usage: Usage, callers: int = 1) -> float:
+    def _delay(self, bound: str, usage: InFlight, callers: int = 1) -> float:
         """Seconds until half of that should be computed, where that many callers share the device. Computing makes no
         room for bytes of which most are those of replies.
         """
