@@ -191,7 +191,7 @@ class Calls:
     def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
         """Begins an operation on caches."""
         self._process.enter()
-        future: CallFuture[T, T] = CallFuture(lambda result: result)
+        future: CallFuture[T, T] = self._future(lambda result: result)
         parent = None if self._tracing is None else self._tracing.current()
         transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
         future.withdraw = transaction.cancel
@@ -214,7 +214,10 @@ class Calls:
             raise PermissionDeniedError(str(error)) from None
         self._loop = asyncio.get_running_loop()
         credentials = self._identity.credentials
-        return Connection(self._settings, credentials, self._bearer, replica, self.servers.others, self._move)
+        servers = self.servers
+        return Connection(
+            self._settings, credentials, self._bearer, replica, servers.others, servers.excess, self._move
+        )
 
     def _move(self, call: Call[StreamFuture]) -> None:
         try:

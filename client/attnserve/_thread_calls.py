@@ -196,7 +196,7 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
             settings.check_secrecy(replica.address)
         except ValueError as error:  # the address came from the server itself
             raise PermissionDeniedError(str(error)) from None
-        return Connection(settings, identity.credentials, bearer, replica, servers.others, move)
+        return Connection(settings, identity.credentials, bearer, replica, servers.others, servers.excess, move)
 
     def move(call: Call[StreamFuture]) -> None:
         try:

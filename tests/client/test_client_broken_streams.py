@@ -147,16 +147,42 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert not multiplexer.wants_stream
 
 
-def test_a_stream_that_the_service_itself_refuses_is_not_opened_again(multiplexer: Multiplexer[Any]) -> None:
-    """Its error has details that say why: no message was too long."""
+def too_many_streams() -> Status:
+    """What a server ends a stream with that is one too many for its caller."""
+    refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    refused.details.add().Pack(error_details_pb2.ErrorInfo(reason="TOO_MANY_STREAMS"))
+    again = error_details_pb2.RetryInfo()
+    again.retry_delay.FromSeconds(1)
+    refused.details.add().Pack(again)
+    return refused
+
+
+def test_where_there_are_too_many_streams_calls_go_elsewhere_when_told_to(multiplexer: Multiplexer[Any]) -> None:
+    """The error has details that say why: no message was too long."""
     for name in "ab":
         multiplexer.add(call(name), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
-    refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
-    refused.details.add().Pack(error_details_pb2.ErrorInfo(reason="TOO_MANY_STREAMS"))
-    outcomes = multiplexer.broken(stream, refused, 0.0)
-    assert [c.owner for c, _ in outcomes] == ["a", "b"]
+    assert multiplexer.broken(stream, too_many_streams(), 0.0) == []
+    assert multiplexer.tick(0.9, others=True) == []
+    assert multiplexer.take_leaving() == []
+    assert multiplexer.tick(2.0, others=True) == []
+    assert [each.owner for each in multiplexer.take_leaving()] == ["a", "b"]
+
+
+def test_where_there_are_always_too_many_streams_calls_fail(multiplexer: Multiplexer[Any]) -> None:
+    for name in "ab":
+        multiplexer.add(call(name), 0.0)
+    now, outcomes = 0.0, []
+    while len(multiplexer):
+        if multiplexer.wants_stream:
+            stream = multiplexer.opened(now)
+            message(multiplexer, stream, now)
+            outcomes += multiplexer.broken(stream, too_many_streams(), now)
+        now = multiplexer.wakeup
+        outcomes += multiplexer.tick(now)
+    assert {c.owner for c, _ in outcomes} == {"a", "b"}
+    assert now < 60
     assert all(isinstance(error, OverloadedError) for _, error in outcomes)
     assert len(multiplexer) == 0
 

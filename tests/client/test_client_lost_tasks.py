@@ -5,15 +5,19 @@ So does one made from another loop.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 import pytest
 from askers import Transport, array, transport
 from calls import PATIENCE_S
 from peers import good, good_unary, peer
 
 from attnserve import AsyncClient, UnavailableError
+
+if TYPE_CHECKING:
+    from conftest import Server
 
 __all__ = ["transport"]
 
@@ -108,3 +112,19 @@ def test_another_loop(transport: Transport) -> None:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="another event loop"):
                 asyncio.run(attend(client))
+
+
+async def test_an_operation_on_a_cache_in_another_loop(server: Server, transport: Transport) -> None:
+    """It fails also if it would wait for another's: it would be carried out, and nobody told."""
+    async with AsyncClient(server.address, transport=transport) as client, await client.create_cache(1, 2) as cache:
+        tokens = np.ones((1, 3, 2), np.float32)
+        first = asyncio.ensure_future(cache.append(tokens, tokens))
+        await asyncio.sleep(0)
+
+        async def append() -> None:
+            await cache.append(tokens, tokens)
+
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, append())
+        await first
+        assert (await cache.refresh()).lengths == (3,)

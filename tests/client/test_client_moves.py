@@ -8,13 +8,14 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
+from multiplexed import DONE
 
 from attnserve._errors import AttnServeError
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.in_flight import Call
-from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.multiplexer import LOOK_S, Multiplexer
 
 UNAVAILABLE = Status(code=14, message="draining")
 
@@ -96,6 +97,53 @@ def test_a_stream_that_is_asked_to_close_is_owed_its_replies(here: Multiplexer[s
     here.asked_to_leave(following, 0.0, others=False)
     assert here.take_leaving() == []
     assert kept.owner.encode() in sent(here, here.opened(0.0))
+
+
+def test_what_another_server_would_answer_sooner_goes_there_in_its_order(here: Multiplexer[str]) -> None:
+    calls = calls_on(here, ("sent",))
+    stream = here.opened(0.0)
+    sent(here, stream)
+    calls |= calls_on(here, ("first", "pinned", "second", "third"), pinned=("pinned",))
+    calls |= calls_on(here, ("urgent",))
+    asked = []
+
+    def excess() -> int:
+        asked.append(len(here))
+        return 3
+
+    assert here.tick(LOOK_S / 2, others=True, excess=excess) == []
+    assert not asked, "the connection may take them in a moment"
+    assert here.tick(2 * LOOK_S, others=True, excess=excess) == []
+    assert here.take_leaving() == [calls["first"], calls["second"], calls["third"]]
+    assert here.tick(2.5 * LOOK_S, others=True, excess=excess) == []
+    assert here.tick(4 * LOOK_S, others=True, excess=excess) == []
+    assert here.take_leaving() == [calls["urgent"]]
+    assert asked == [6, 3]
+    assert b"pinned" in sent(here, stream)
+    assert len(here) == 2
+
+
+def test_without_others_nobody_looks(here: Multiplexer[str]) -> None:
+    calls_on(here, ("ready",))
+    assert here.wakeup == 9.0, "its deadline"
+    alike: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("here"), others=lambda: True)
+    calls_on(alike, ("ready",))
+    assert alike.wakeup == LOOK_S
+
+
+def test_a_server_that_says_nothing_in_a_calls_time_is_taken_to_hang(here: Multiplexer[str]) -> None:
+    replica = Replica("hangs")
+    silent: Multiplexer[str] = Multiplexer(RetryPolicy(2), replica)
+    calls = calls_on(silent, ("answered", "late"))
+    stream = silent.opened(0.0)
+    sent(silent, stream)
+    silent.resolve(stream, [Reply(calls["answered"].id, DONE)], 5.0)
+    assert len(silent.tick(9.0)) == 1
+    assert replica.rests_until == 0, "it has answered another in that time"
+    silent.add(Call("unheard", 15, [b"unheard"], 1, 10.0, 2.0), 10.0)
+    sent(silent, stream)
+    assert len(silent.tick(12.0)) == 1
+    assert replica.rests_until > 12.0
 
 
 def test_who_leaves_takes_everything_along_that_was_not_sent(here: Multiplexer[str]) -> None:

@@ -145,6 +145,34 @@ def test_a_server_is_avoided_by_a_call_that_failed_there() -> None:
     assert choose(0.1, "a").replica.address == "a", "it is better than none"
 
 
+def test_a_call_that_failed_goes_to_a_server_that_is_known_to_answer() -> None:
+    """Others that failed are asked by new calls, once they have rested."""
+    fleet = Fleet("a", "b", "c")
+    for address in ("a", "b"):
+        fleet.at(address).replica.failed(0.0)
+    fleet.at("c").in_flight = 5
+    rested = 2 * FIRST_REST
+    assert set(fleet.choose(2, rested)) == {"a", "b"}
+    assert fleet.replicas.choose(rested, avoid="a").replica.address == "c"
+    fleet.at("b").replica.worked(rested, rested)
+    assert fleet.replicas.choose(rested, avoid="a").replica.address == "b"
+
+
+def test_what_others_would_answer_sooner_is_half_of_what_one_has_more() -> None:
+    fleet = Fleet("a", "b", "c")
+    busy = fleet.at("a")
+    busy.in_flight, fleet.at("b").in_flight, fleet.at("c").in_flight = 100, 40, 11
+    assert fleet.replicas.excess(busy, 0.0) == 44
+    assert fleet.replicas.excess(fleet.at("c"), 0.0) == 0
+    fleet.refuse("c", 0.0, 2.0)
+    assert fleet.replicas.excess(busy, 1.0) == 30
+    fleet.at("b").replica.failed(1.0)
+    assert fleet.replicas.excess(busy, 1.0) == 0, "neither is to be preferred"
+    assert fleet.replicas.excess(busy, 2.5) == 44
+    fleet.at("c").holds = True
+    assert fleet.replicas.excess(busy, 2.5) == 30
+
+
 def test_where_all_rest_the_calls_go_on() -> None:
     fleet = Fleet("a", "b")
     for address in ("a", "b"):

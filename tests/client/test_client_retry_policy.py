@@ -118,11 +118,11 @@ def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
     retry.retry_delay.FromSeconds(3)
     caches.metadata["bound"] = "caches"
     assert room_after(error_from_status(overloaded(3.0))) == 3
-    assert room_after(error_from_status(overloaded(3.0, "SHARE_EXCEEDED"))) == 3
+    for reason in ("SHARE_EXCEEDED", "TOO_MANY_STREAMS", "TOO_MANY_UNSENT"):
+        assert room_after(error_from_status(overloaded(3.0, reason))) == 3
     for other in (
         overloaded(None),
         overloaded(3.0, "CACHE_FULL"),
-        overloaded(3.0, "TOO_MANY_STREAMS"),
         status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry, caches),
         status(grpc.StatusCode.UNAVAILABLE, retry),
     ):

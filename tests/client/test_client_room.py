@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from askers import Transport, array, transport
 from conftest import POOL, Server
+from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from multiplexed import call, full, message
 from occupied import PATIENT
@@ -29,6 +30,7 @@ from attnserve._servers.replicas import Replica
 from attnserve._servers.room import LONGEST, Room
 from attnserve._settings.retry import BUDGET_ALWAYS, RetryPolicy
 from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.unary import UnaryCall
 from attnserve.v1 import attention_pb2 as pb
 
 __all__ = ["transport"]
@@ -168,6 +170,51 @@ class Full:
         self.asked += 1
         context.abort_with_status(rpc_status.to_status(self._error))
         raise AssertionError("aborted")
+
+
+def test_to_a_server_with_room_as_many_are_sent_again_as_were_refused_elsewhere() -> None:
+    """The budget is for servers that would probably refuse them again."""
+    policy = RetryPolicy(3, first_delay=0.0)
+    full_one, free_one = (Elsewhere(Replica(address)) for address in ("full", "free"))
+
+    def refused(to: Elsewhere) -> UnaryCall[None, Any]:
+        call: UnaryCall[None, Any] = UnaryCall(
+            None, "", [], None, policy, lambda timeout, avoid: full_one if avoid is None else to, True, None, 1
+        )
+        call.failed(call.connect()[0], Refused(full("requests", 0.01)))
+        return call
+
+    for _ in range(2 * BUDGET_ALWAYS):
+        assert refused(free_one).connect()[0] is free_one
+    free_one.replica.room.refused(time.monotonic(), refusal("requests", 5.0), 1)
+    for _ in range(BUDGET_ALWAYS):
+        refused(free_one).connect()
+    for to in (free_one, full_one):
+        with pytest.raises(OverloadedError):
+            refused(to).connect()
+
+
+class Elsewhere:
+    """A connection to a server."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+
+
+class Refused(grpc.RpcError):
+    """The error of a call that ended with a status."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def details(self) -> str:
+        return self._status.message
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("grpc-status-details-bin", self._status.SerializeToString()),)
 
 
 def test_further_calls_are_told_without_the_server(transport: Transport) -> None:

@@ -1,7 +1,7 @@
 """The command `attnserve`: the service from a shell.
 
-In: arguments. Out: text or JSON on standard output, one line on standard error if it fails (before which gRPC writes its
-own where a TLS handshake fails, unless GRPC_VERBOSITY=NONE), and an exit status: 0, 1 if the service could not be
+In: arguments. Out: text or JSON on standard output, one line on standard error if it fails (before which gRPC writes
+its own where a TLS handshake fails, unless GRPC_VERBOSITY=NONE), and an exit status: 0, 1 if the service could not be
 reached or refused, 2 for invalid arguments.
 """
 

@@ -63,6 +63,18 @@ class Replica:
         self.rests_until = max(self.rests_until, self._leaves_until)
         self._told()
 
+    def was_silent(self, now: float, begin: float) -> None:
+        """Notes that a call sent after `begin` has had no reply in its time. If the server has not said anything else
+        since, it may hang.
+        """
+        if self.heard < begin:
+            self.failed(now)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it failed, and has not answered since."""
+        return self._failures > 0
+
     def worked(self, now: float, begin: float) -> None:
         """Notes that the server has answered on a stream, or to a unary call, that began at `begin`. If that was after
         its last failure, it is there again and rests no longer; otherwise, while it rests, this is a reply that was
@@ -122,6 +134,17 @@ class Replicas(Generic[C]):
     def others(self, connection: C) -> bool:
         """Whether a call could be made on another connection."""
         return any(other is not connection for other in self._rotation)
+
+    def excess(self, connection: C, now: float) -> int:
+        """How many calls of a connection would be answered sooner by others, as far as is known: half of what it has
+        more in flight than the least busy of those that neither rest nor are full.
+        """
+        free = [
+            other.in_flight
+            for other in self._rotation
+            if other is not connection and other.replica.rests_until <= now and not _is_full(other, now)
+        ]
+        return max(0, connection.in_flight - min(free)) // 2 if free else 0
 
     def update(self, addresses: Iterable[str], now: float) -> None:
         """Takes over the current list of servers. An empty list is ignored."""
@@ -227,7 +250,21 @@ class Replicas(Generic[C]):
         return connection
 
     @staticmethod
-    def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, int, int]:
+    def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, bool, int, int]:
+        """The least is preferred. New calls find out whether servers that failed are there again; a call that has
+        itself failed at one (`avoid`) goes to one that is known to answer.
+        """
         replica = connection.replica
-        rests, is_full = replica.rests_until > now, replica.room.until > now or connection.holds
-        return rests, replica.address == avoid, is_full, connection.in_flight, replica.used
+        return (
+            replica.rests_until > now,
+            replica.address == avoid,
+            avoid is not None and replica.is_failing,
+            _is_full(connection, now),
+            connection.in_flight,
+            replica.used,
+        )
+
+
+def _is_full(connection: Connection, now: float) -> bool:
+    """Whether a server has no room, as far as is known."""
+    return connection.replica.room.until > now or connection.holds

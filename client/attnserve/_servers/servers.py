@@ -134,6 +134,10 @@ class Servers(Generic[C]):
         """Whether the calls of a connection could move to another."""
         return self._replicas.others(connection)
 
+    def excess(self, connection: C) -> int:
+        """How many calls of a connection others would answer sooner."""
+        return self._replicas.excess(connection, time.monotonic())
+
     def find(self, timeout: float | None = None) -> float | None:
         """Finds the servers, if they are not known yet, and returns how many seconds of the timeout are left (None for
         no limit). Raises what `look` does, and ClientClosedError if the client belongs to another process.

@@ -64,11 +64,12 @@ class BaseConnection(ABC, Generic[S]):
         bearer: Bearer,
         replica: Replica,
         others: Callable[[Self], bool],
+        excess: Callable[[Self], int],
         move: Callable[[Call[Any]], object],
         anyhow: bool = False,
     ) -> None:
-        """`others` says whether other servers could answer, and `move` moves a call to one of them. `anyhow` is for
-        what the property of that name says.
+        """`others` says whether other servers could answer, `excess` how many calls they would answer sooner than this
+        connection's, and `move` moves a call to one of them. `anyhow` is for what the property of that name says.
         """
         self._options: Final = [*settings.channel_options(replica.address), *((ANYHOW,) if anyhow else ())]
         self._credentials: Final = credentials
@@ -79,15 +80,14 @@ class BaseConnection(ABC, Generic[S]):
         kind: Callable[..., Self] = type(self)
         self.for_work: Final = not anyhow
         """Whether a reply on it means that the server takes calls."""
-        self._another: Final = partial(kind, settings, credentials, bearer, replica, others, move, True)
+        self._another: Final = partial(kind, settings, credentials, bearer, replica, others, excess, move, True)
         self._anyhow: Self | None = None
         self._closed = False
         self._lock: Final = threading.Lock()
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
-        others_than_it = partial(others, self)
         self._streams: Sequence[S] = [
-            self._new_stream(settings.policy, bearer, replica, others_than_it, move)
+            self._new_stream(settings.policy, bearer, replica, partial(others, self), partial(excess, self), move)
             for _ in range(settings.streams if settings.transport == "stream" and not anyhow else 0)
         ]
 

@@ -15,7 +15,9 @@ on that stream, the replies that it still owes are awaited, and further calls go
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from heapq import nsmallest
+from math import inf
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -47,6 +49,10 @@ MESSAGE_BYTES: Final = 1 << 20
 MESSAGE_CALLS: Final = 1024
 """Maximum number of calls in a message, and of cancelled calls; servers state their own limit in `Limits`."""
 
+LOOK_S: Final = 0.1
+"""How often calls that are not sent are looked at, to see whether another server would answer them sooner, in seconds.
+"""
+
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
 _RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
@@ -55,12 +61,20 @@ class Multiplexer(Generic[T]):
     """The calls of one stream, and of its successors when it breaks."""
 
     def __init__(
-        self, policy: retry.RetryPolicy, replica: Replica | None = None, *, message_bytes: int = MESSAGE_BYTES
+        self,
+        policy: retry.RetryPolicy,
+        replica: Replica | None = None,
+        *,
+        message_bytes: int = MESSAGE_BYTES,
+        others: Callable[[], bool] = bool,
     ) -> None:
-        """`replica` is told about the server's successes and failures."""
+        """`replica` is told about the server's successes and failures; `others`: whether there are other servers."""
         self._policy = policy
         self._replica = replica or Replica("")
         self._message_bytes = message_bytes
+        self._others = others
+        self._look = 0.0
+        """When to look next whether another server would answer sooner what is not sent."""
         self._calls: dict[int, Call[T]] = {}
         self._deadlines: Line[T] = Line(attrgetter("deadline"))
         self._ready: Line[T] = Line(by_priority)
@@ -90,7 +104,13 @@ class Multiplexer(Generic[T]):
     @property
     def wakeup(self) -> float:
         """When `tick` is due; infinite if nothing is going to be."""
-        return min(self._deadlines.least, self._waiting.wakeup)
+        look = self._look if self._is_behind and self._others() else inf
+        return min(self._deadlines.least, self._waiting.wakeup, look)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether calls are not sent, because the connection takes no more, or the server has no room."""
+        return bool(self._ready or self._waiting.held)
 
     @property
     def wants_stream(self) -> bool:
@@ -125,6 +145,8 @@ class Multiplexer(Generic[T]):
         """
         self._last_id += 1
         call.id = self._last_id
+        if not self._is_behind:
+            self._look = now + LOOK_S
         at_once = self._waiting.add(call, now)
         self._calls[call.id] = call
         if call.timeout is not None:
@@ -204,6 +226,7 @@ class Multiplexer(Generic[T]):
         answered = 0
         refused = False
         begin = self._opened if stream == self._stream else 0.0
+        self._replica.heard = now
         for reply in replies:
             call = self._calls.get(reply.id)
             if call is None or call.stream != stream:
@@ -283,16 +306,22 @@ class Multiplexer(Generic[T]):
                 call.stream = 0
                 self._ready.join(call)
         else:
+            error = error_from_status(status)
+            is_full = retry.room_after(error) is not None
             if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += self._ready.calls
                 self._ready.clear()
-                self._waiting.forget_server()
+                if not is_full:
+                    self._waiting.forget_server()
             for call in affected:
                 if retry.breaks_only_the_stream(status.code):
                     self._try_again(call, status, now, outcomes)
-                else:
+                elif not self._waiting.refused(call, error, now):
                     outcomes.append(self._end(call, error_from_status(status)))
-            if affected or stream == self._stream:
+            if is_full:
+                self._replica.room.refused(now, error, None)
+                self._waiting.answered(0, now, refused=True, taken=True)
+            elif affected or stream == self._stream:
                 (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
         if stream == self._stream:
             self._leave_stream()
@@ -306,9 +335,10 @@ class Multiplexer(Generic[T]):
         affected = [call for call in self._calls.values() if call.stream == stream]
         return [self._end(call, ProtocolError(message)) for call in affected]
 
-    def tick(self, now: float, others: bool = False) -> list[Outcome[T]]:
+    def tick(self, now: float, others: bool = False, excess: Callable[[], int] = int) -> list[Outcome[T]]:
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
-        fail if there are too many retries; calls past their deadline fail.
+        fail if there are too many retries; calls past their deadline fail. `excess` says how many calls others would
+        answer sooner: so many of those that are not sent go there.
         """
         failed = self._waiting.failed()
         if others:  # each may ask one other server
@@ -319,6 +349,8 @@ class Multiplexer(Generic[T]):
         outcomes = [self._end(call, error) for call, error in failed if call.id in self._calls]
         for call in self._deadlines.up_to(now):
             refusal = None if call.stream else self._waiting.refusal
+            if call.stream and call.timeout is not None:
+                self._replica.was_silent(now, call.deadline - call.timeout)
             self._retract(call)
             late = no_reply(call.timeout, self._replica.address) if refusal is None else no_room(refusal, call.timeout)
             outcomes.append(self._end(call, late))
@@ -328,7 +360,15 @@ class Multiplexer(Generic[T]):
             due = [call for call in due if call.pinned]
         self._waiting.hold(due)
         self._release(now)
+        if others and self._is_behind and now >= self._look:
+            self._look = now + LOOK_S
+            self._part_with(self._first_unsent(excess()))
         return outcomes
+
+    def _first_unsent(self, count: int) -> list[Call[T]]:
+        """So many of the calls that are not sent and that other servers can answer, in the order of sending."""
+        unsent = [call for call in (*self._ready.calls, *self._waiting.held) if not call.pinned] if count > 0 else []
+        return nsmallest(count, unsent, key=lambda call: (by_priority(call), call.id))
 
     def close(self) -> list[Outcome[T]]:
         """Gives up all calls."""

@@ -112,14 +112,18 @@ class StreamTransport:
         bearer: Bearer,
         replica: Replica,
         others: Callable[[], bool],
+        excess: Callable[[], int],
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
-        """`others` says whether other servers could answer, and `move` moves a call to one of them."""
+        """`others` says whether other servers could answer, `excess` how many calls they would answer sooner, and
+        `move` moves a call to one of them.
+        """
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._loop = asyncio.get_running_loop()
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others)
         self._others = others
+        self._excess = excess
         self._move = move
         self._writable = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -275,7 +279,7 @@ class StreamTransport:
 
     def _tick(self) -> None:
         """Does what is due, whatever the streams do."""
-        outcomes = self._multiplexer.tick(time.monotonic(), self._others())
+        outcomes = self._multiplexer.tick(time.monotonic(), self._others(), self._excess)
         self._watched = inf
         self._timer = None
         try:

@@ -67,11 +67,12 @@ class StreamTransport:
         bearer: Bearer,
         replica: Replica,
         others: Callable[[], bool],
+        excess: Callable[[], int],
         move: Callable[[Call[StreamFuture]], object],
     ) -> None:
         """`channel` returns the channel for the next stream, or raises RuntimeError if there is no thread for it;
         `lose_channel` is called when gRPC had no thread for that channel. `others` says whether other servers could
-        answer, and `move` moves a call to one of them.
+        answer, `excess` how many calls they would answer sooner, and `move` moves a call to one of them.
         """
         self._channel = channel
         self._lose_channel = lose_channel
@@ -79,8 +80,9 @@ class StreamTransport:
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others)
         self._others = others
+        self._excess = excess
         self._move = move
         self._rpcs: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
@@ -273,7 +275,7 @@ class StreamTransport:
                     self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
                 if self._closed:
                     return
-                outcomes = self._multiplexer.tick(time.monotonic(), self._others())
+                outcomes = self._multiplexer.tick(time.monotonic(), self._others(), self._excess)
                 leaving = self._multiplexer.take_leaving()
                 self._watched = self._multiplexer.wakeup
                 self._advance(outcomes)

@@ -74,22 +74,33 @@ class UnaryCall(Generic[F, C]):
         """The connection for the next attempt, and how many seconds that may take. Raises an AttnServeError if there is
         no server, if no time is left, or if the server had no room and there are too many retries.
         """
-        if self._refusal is not None and not self._policy.retried.take(time.monotonic()):
-            raise self._refusal
         connection = self._route(self.left(), self._avoid)
         self._began = time.monotonic()
+        if (
+            self._refusal is not None
+            and self._may_be_refused(connection)
+            and not self._policy.retried.take(self._began)
+        ):
+            raise self._refusal
         left = self.left()
         if left is not None and left <= 0:
             raise no_reply(self._timeout, connection.replica.address)
         return connection, left
 
+    def _may_be_refused(self, connection: C) -> bool:
+        """Whether the server of the next attempt is the one that refused the last, or has refused others."""
+        replica = connection.replica
+        return self._avoid in (None, replica.address) or replica.room.until > self._began
+
     def failed(self, connection: C, error: grpc.RpcError) -> float:
         """How many seconds to wait after an attempt that has failed. Raises an AttnServeError if it was the last."""
         now = time.monotonic()
         self._attempts += 1
+        status = status_from_rpc_error(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             connection.replica.failed(now)
-        status = status_from_rpc_error(error)
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not status.details:  # gRPC's own
+            connection.replica.was_silent(now, self._began)
         verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
         connection.replica.room.refused(now, refusal, self._size)

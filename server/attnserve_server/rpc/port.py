@@ -21,9 +21,10 @@ from attnserve_server.start_errors import ListenError
 _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
 """gRPC's own bounds on RPCs that have arrived and not begun."""
 
-SETTINGS_TIMEOUT_MS: Final = 10_000
-"""How long a connection may take to send its HTTP/2 settings. One that is reset right after it has begun, while the
-server is busy, keeps its descriptor for that long: a minute by gRPC's default.
+SETTINGS_TIMEOUT_MS: Final = 30_000
+"""How long a connection may take to send its HTTP/2 settings, and to acknowledge ours, which may wait behind megabytes
+that it sends slowly. One that is reset right after it has begun, while the server is busy, keeps its descriptor for
+that long: a minute by gRPC's default.
 """
 
 KEEPALIVE_MS: Final = 60_000
