@@ -20,7 +20,7 @@ from attnserve_server.access.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
-from attnserve_server.rpc.fast_path import MOST_COME, Answered, FastPath
+from attnserve_server.rpc.fast_path import MOST_COME, Answered, Declined, FastPath
 
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -48,14 +48,16 @@ class Path:
         self.path = FastPath(self.bench.engine, self.bench.metrics, self.messages, 64, 1 << 20)
 
     def answer(self, message: bytes, in_flight: tuple[int, ...] = ()) -> Answered | None:
-        return self.path.answer_message(CALLER, message, perf_counter(), in_flight)
+        found = self.path.answer_message(CALLER, message, perf_counter(), in_flight)
+        return found if isinstance(found, Answered) else None
 
     def comes(self, request: pb.AttendRequest) -> None:
         """Sends a request through the ordinary path, which may teach its layout."""
         message = request.SerializeToString()
-        assert self.path.answer_request(CALLER, message, perf_counter(), None) is None
-        if self.path.lacks_layout:
-            self.path.came(messages.read_request(message), message, 0)
+        declined = self.path.answer_request(CALLER, message, perf_counter(), None)
+        assert isinstance(declined, Declined)
+        if declined.learns:
+            self.path.learn_from(messages.read_request(message), message, 0)
 
     def learn(self, *requests: pb.AttendRequest) -> None:
         """Sends each request twice."""
@@ -127,7 +129,8 @@ async def test_a_unary_request_is_answered_at_once(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(3)
 
     def answer(timeout: float | None) -> Answered | None:
-        return path.path.answer_request(CALLER, request.SerializeToString(), perf_counter(), timeout)
+        found = path.path.answer_request(CALLER, request.SerializeToString(), perf_counter(), timeout)
+        return found if isinstance(found, Answered) else None
 
     path.learn(request)
     for timeout in (None, 60.0):
@@ -223,7 +226,7 @@ async def test_larger_answers_than_a_reply_may_be_go_the_other_way(device: CpuDe
     path.learn(request)
     narrow = FastPath(path.bench.engine, path.bench.metrics, path.messages, 64, messages.read(request).reply_bytes - 1)
     message = message_of(request)
-    assert narrow.answer_message(CALLER, message, perf_counter(), ()) is None
+    assert isinstance(narrow.answer_message(CALLER, message, perf_counter(), ()), Declined)
     assert len(path.replies(path.answer(message))) == 1
 
 
@@ -249,7 +252,7 @@ async def test_what_lies_elsewhere_than_in_its_message_is_not_learnt(device: Cpu
     path, message = Path(device), messages.random_attend(1).SerializeToString()
     elsewhere = messages.read_request(bytes(bytearray(message)))
     for _ in range(3):
-        path.path.came(elsewhere, message, 0)
+        path.path.learn_from(elsewhere, message, 0)
     assert not path.messages.knows(elsewhere.problem)
 
 
@@ -258,7 +261,7 @@ async def test_what_never_repeats_takes_no_memory_and_learns_nothing(device: Cpu
     path.comes(request)
     for number in range(MOST_COME):
         path.comes(messages.random_attend(1, scale=1.0 + number))
-    assert len(path.path._came) == MOST_COME
+    assert len(path.path._candidates) == MOST_COME
     path.comes(request)  # as if it had never come
     assert path.answer(message_of(request)) is None
     path.comes(request)

@@ -17,7 +17,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
 from attnserve_server.rpc import fast_path
-from attnserve_server.rpc.fast_path import Answered, FastPath
+from attnserve_server.rpc.fast_path import Answered, Declined, FastPath
 
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -42,12 +42,12 @@ class Path:
         """
         message = message_of(request)
         answered = self.path.answer_message(ME, message, perf_counter(), ())
-        if answered is not None:
+        if isinstance(answered, Answered):
             self.bench.engine.release(answered)
             return pb.AttendStreamResponse.FromString(answered.message).replies[0].attend
-        if self.path.lacks_layout:
+        if answered.learns:
             begin = message.index(request.SerializeToString())
-            self.path.came(self.caches.read(message, "me", begin), message, begin)
+            self.path.learn_from(self.caches.read(message, "me", begin), message, begin)
         return None
 
 
@@ -119,7 +119,7 @@ async def test_several_are_staged_together_and_each_cache_is_a_call(
     seconds = itertools.count()
     monkeypatch.setattr(fast_path, "perf_counter", lambda: float(next(seconds)))
     answered = path.path.answer_message(ME, message_of(other, steps), 0.0, ())
-    assert answered is not None
+    assert isinstance(answered, Answered)
     path.bench.engine.release(answered)
     for reply in pb.AttendStreamResponse.FromString(answered.message).replies:
         assert reply.attend.timings.staging_ns == 10**9
@@ -135,7 +135,7 @@ async def test_a_unary_step_is_answered_at_once(path: Path) -> None:
     assert isinstance(answered, Answered)
     path.bench.engine.release(answered)
     assert list(pb.AttendResponse.FromString(answered.message).cache_lengths) == [6]
-    assert path.path.answer_request(caller("them"), message, perf_counter(), None) is None
+    assert isinstance(path.path.answer_request(caller("them"), message, perf_counter(), None), Declined)
 
 
 @pytest.mark.parametrize("error", [MemoryError, ArithmeticError, RuntimeError])
@@ -165,8 +165,8 @@ async def test_without_caches_they_are_for_others(path: Path) -> None:
     path.caches.learn(step(cache), owner="me")
     alone = FastPath(path.bench.engine, path.bench.metrics, path.caches.messages, 64, 1 << 20)
     message = step(cache).SerializeToString()
-    assert alone.answer_request(ME, message, perf_counter(), None) is None
-    assert path.path.answer_request(ME, message[:-4], perf_counter(), None) is None
+    assert isinstance(alone.answer_request(ME, message, perf_counter(), None), Declined)
+    assert isinstance(path.path.answer_request(ME, message[:-4], perf_counter(), None), Declined)
     assert path.answer(step(cache)) is not None
 
 

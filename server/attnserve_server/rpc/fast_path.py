@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnserve_server.caches.request import CachedRequest
 from attnserve_server.native.layouts import Layout, layout_of
@@ -45,6 +45,17 @@ class Answered:
     flops: int
 
 
+class Declined(NamedTuple):
+    """A message that is to go the ordinary way. Nothing has happened yet."""
+
+    learns: bool
+    """Whether that is because a layout is unknown, which its requests may teach: see `FastPath.learn_from`."""
+
+
+_ORDINARY: Final = Declined(learns=False)
+_UNKNOWN_LAYOUT: Final = Declined(learns=True)
+
+
 class FastPath:
     """The fast path to an engine's device."""
 
@@ -66,53 +77,50 @@ class FastPath:
         self._max_cost = engine.worker.inline_flops
         self._least_timeout = self._max_cost / SLOWEST_FLOPS
         """Seconds: whether a shorter timeout is enough is decided on the ordinary way."""
-        self._came: dict[Hashable, bool] = {}
+        self._candidates: dict[Hashable, bool] = {}
         """Keys of requests whose layout is unknown, in the order in which they came last, and whether it may be learnt.
         """
-        self.lacks_layout = False
-        """Whether the last message got no answer because a layout is unknown: see `came`."""
 
     def answer_message(
         self, caller: Caller, message: bytes, arrival: float, in_flight: Collection[int]
-    ) -> Answered | None:
-        """The answer to a message on a stream, of whose calls those with the ids `in_flight` are in flight. None: the
-        message is to go the ordinary way, and nothing has happened yet.
-        """
-        self.lacks_layout = False
+    ) -> Answered | Declined:
+        """The answer to a message on a stream, of whose calls those with the ids `in_flight` are in flight."""
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
-            return None
+            return _ORDINARY
         asked = self._messages.read_message(message, self._max_requests)
         if (asked.requests > 1 or in_flight) and not _are_new(self._messages.ids(asked), in_flight):
-            return None
+            return _ORDINARY
         return self._answer(caller, asked, message, arrival)
 
-    def answer_request(self, caller: Caller, message: bytes, arrival: float, timeout: float | None) -> Answered | None:
+    def answer_request(
+        self, caller: Caller, message: bytes, arrival: float, timeout: float | None
+    ) -> Answered | Declined:
         """The same for a unary call, whose caller waits for `timeout` seconds."""
-        self.lacks_layout = False
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
-            return None
+            return _ORDINARY
         if timeout is not None and timeout < self._least_timeout:
-            return None
+            return _ORDINARY
         return self._answer(caller, self._messages.read_request(message), message, arrival)
 
-    def _answer(self, caller: Caller, asked: Asked, message: bytes, arrival: float) -> Answered | None:
+    def _answer(self, caller: Caller, asked: Asked, message: bytes, arrival: float) -> Answered | Declined:
         engine, messages, requests = self._engine, self._messages, asked.requests
-        self.lacks_layout = requests < 0
+        if requests < 0:
+            return _UNKNOWN_LAYOUT
         size = asked.request_bytes + asked.result_bytes
         if (
-            requests <= 0
+            not requests
             or asked.cost > self._max_cost
             or asked.timeout < self._least_timeout * 1e9
             or asked.result_bytes > self._max_reply_bytes
             or not engine.has_room_for(caller.share, size, requests)
         ):
-            return None
+            return _ORDINARY
         begin = staged = perf_counter()
         calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each; more for several caches
         if asked.cached:
             turn = self._turn(caller, asked, message)
             if turn is None:
-                return None
+                return _ORDINARY
             calls += sum(len(request.uses) - 1 for request in turn.requests)
             effort, flops, staged = turn.effort, turn.flops, perf_counter()
         waited_ns, staging = int((begin - arrival) * 1e9), staged - begin
@@ -123,7 +131,7 @@ class FastPath:
             compute_ns = messages.compute(effort, decode_ns, queue_ns, int(staging * 1e9))
             answer = messages.write()
         except (MemoryError, ArithmeticError):  # the ordinary way tells more of NaN and infinities
-            return None
+            return _ORDINARY
         finally:
             if turn is not None:
                 turn.end(failed=answer is None)
@@ -137,7 +145,7 @@ class FastPath:
         """The turn of a message's requests to caches, if they can have it now."""
         return None if self._caches is None else self._caches.begin(caller.name, asked, message, self._max_cost)
 
-    def came(self, request: Work, message: bytes, begin: int) -> None:
+    def learn_from(self, request: Work, message: bytes, begin: int) -> None:
         """Takes note of a request that went the ordinary way; `begin` is where it begins in the message. When one like
         it comes again, the layout of such requests is learnt.
         """
@@ -146,16 +154,16 @@ class FastPath:
         key = self._key_of(request)
         if self._messages.knows(key):
             return
-        suits = self._came.pop(key, None)
+        suits = self._candidates.pop(key, None)
         if suits:
             suits = self._learn(key, request, message, begin)
             if suits:
                 return
         elif suits is None:
             suits = True  # as far as is known
-        if len(self._came) >= MOST_COME:
-            del self._came[next(iter(self._came))]
-        self._came[key] = suits
+        if len(self._candidates) >= MOST_COME:
+            del self._candidates[next(iter(self._candidates))]
+        self._candidates[key] = suits
 
     def _key_of(self, request: Request | CachedRequest) -> Hashable:
         """What requests of the same layout have in common."""

@@ -22,7 +22,7 @@ from attnserve_server.observability.tracing import Trace
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.calls import Read
-from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.fast_path import Answered, FastPath
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
 from attnserve_server.rpc.stream import CallStream, Streams
@@ -110,14 +110,14 @@ class AttentionService:
         learns = False
         if fast_path is not None and trace is None:
             answered = fast_path.answer_request(caller, message, arrival, timeout)
-            if answered is not None:
+            if isinstance(answered, Answered):
                 self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
                 return answered.message, answered
-            learns = fast_path.lacks_layout
+            learns = answered.learns
         self._engine.check(caller.share, len(message))
         request = read(caller, message)
         if learns and fast_path is not None:
-            fast_path.came(request, message, 0)
+            fast_path.learn_from(request, message, 0)
         outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:

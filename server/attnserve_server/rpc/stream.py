@@ -34,7 +34,7 @@ from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
-from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
 from attnserve_server.rpc.rpcs import when_sent
 from attnserve_server.rpc.unread import UnreadReplies
@@ -222,8 +222,8 @@ class CallStream:
         if self._fast_path is None:
             return False
         answered = self._fast_path.answer_message(self._caller, message, arrival, self._in_flight)
-        self._learns = self._fast_path.lacks_layout
-        if answered is None:
+        if isinstance(answered, Declined):
+            self._learns = answered.learns
             return False
         self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
         self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
@@ -278,7 +278,7 @@ class CallStream:
             return refusal
         request = self._readers[call.operation](self._caller, *call.request)
         if self._learns and self._fast_path is not None:
-            self._fast_path.came(request, message, begin_at)
+            self._fast_path.learn_from(request, message, begin_at)
         reply = partial(self._answer, call.id, call.label)
         entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, self._caller.share, trace)
         self._engine.take(entry)
