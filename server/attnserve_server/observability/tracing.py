@@ -29,7 +29,7 @@ from attnserve_server.start_errors import StartError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span, SpanContext, Tracer
+    from opentelemetry.trace import Span, SpanContext, Tracer
 
     from attnserve_server.observability.metrics import Metrics
     from attnserve_server.requests.work import BatchResult, Phases
@@ -92,9 +92,24 @@ class Trace:
 
     def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
         """The request was answered, with a gRPC status code; its phases if it was computed. To be called once."""
-        self._tracing.finished(
-            self._operation, self._span, code, self._arrival, end, self._offset, phases, self.ran, batch_size
-        )
+        tracing, span, arrival, ran = self._tracing, self._span, self._arrival, self.ran
+        span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
+        if code in _FAULTS:
+            tracing.fail(span, code)
+        if phases is not None and ran is not None:
+            span.set_attribute("attnserve.batch.requests", batch_size)
+            decoded, computing = arrival + phases.decode, ran.begin + phases.staging
+            computed = computing + phases.compute
+            for name, begin, until, link in (
+                ("decode", arrival, decoded, None),
+                ("queue", decoded, ran.begin, None),
+                ("staging", ran.begin, computing, ran.span),
+                ("compute", computing, computed, ran.span),
+                ("encode", max(computed, end - phases.encode), end, None),
+            ):
+                tracing.phase(span, name, begin, until, self._offset, link)
+        span.end(_nanoseconds(end, self._offset))
+        tracing.exemplify(self.context, self._operation, end - arrival, phases)
 
 
 class Tracing:
@@ -161,7 +176,7 @@ class Tracing:
             span.set_attribute("attnserve.layer", layer)
         end = time.perf_counter()
         if isinstance(outcome, Exception):
-            span.set_status(self._api.StatusCode.ERROR, type(outcome).__name__)
+            self.fail(span, type(outcome).__name__)
         else:
             span.set_attribute("attnserve.batch.padding_ratio", outcome.padding)
             span.set_attribute("attnserve.kernels", sorted(outcome.kernel_calls))
@@ -171,7 +186,7 @@ class Tracing:
                 ("compute", outcome.compute),
                 ("fetch", outcome.fetch),
             ):
-                self._phase(span, name, at, at + seconds, offset)
+                self.phase(span, name, at, at + seconds, offset)
                 at += seconds
             end = at
         span.end(_nanoseconds(end, offset))
@@ -179,51 +194,31 @@ class Tracing:
         for trace in traces:
             trace.ran = ran
 
-    def finished(
-        self,
-        operation: str,
-        span: Span,
-        code: str,
-        arrival: float,
-        end: float,
-        offset: int,
-        phases: Phases | None,
-        ran: Ran | None,
-        batch_size: int,
+    def fail(self, span: Span, what: str) -> None:
+        """Marks a span as failed."""
+        span.set_status(self._api.StatusCode.ERROR, what)
+
+    def phase(
+        self, parent: Span, name: str, begin: float, end: float, offset: int, link: SpanContext | None = None
     ) -> None:
-        """Ends the span of a request; see `Trace`."""
-        span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
-        if code in _FAULTS:
-            span.set_status(self._api.StatusCode.ERROR, code)
-        if phases is not None and ran is not None:
-            span.set_attribute("attnserve.batch.requests", batch_size)
-            links = [self._api.Link(ran.span)]
-            computing = ran.begin + phases.staging
-            computed = computing + phases.compute
-            self._phase(span, "decode", arrival, arrival + phases.decode, offset)
-            self._phase(span, "queue", arrival + phases.decode, ran.begin, offset)
-            self._phase(span, "staging", ran.begin, computing, offset, links)
-            self._phase(span, "compute", computing, computed, offset, links)
-            self._phase(span, "encode", max(computed, end - phases.encode), end, offset)
-        span.end(_nanoseconds(end, offset))
-        context = span.get_span_context()
+        """Records a part of a span, which may be linked to another."""
+        context: Context = self._api.set_span_in_context(parent, self._no_context)
+        start = _nanoseconds(begin, offset)
+        links = None if link is None else [self._api.Link(link)]
+        span = self._tracer.start_span(name, context, links=links, start_time=start)
+        span.end(max(start, _nanoseconds(end, offset)))
+
+    def exemplify(self, context: SpanContext, operation: str, seconds: float, phases: Phases | None) -> None:
+        """Has the metrics refer to the span of a request that took so long."""
         labels = {
             "trace_id": self._api.format_trace_id(context.trace_id),
             "span_id": self._api.format_span_id(context.span_id),
         }
-        self._metrics.exemplify(labels, operation, end - arrival, phases)
+        self._metrics.exemplify(labels, operation, seconds, phases)
 
     def close(self) -> None:
         """Sends what is left, within `FLUSH_S`. Blocks."""
         self._close()
-
-    def _phase(
-        self, parent: Span, name: str, begin: float, end: float, offset: int, links: Sequence[Link] | None = None
-    ) -> None:
-        context: Context = self._api.set_span_in_context(parent, self._no_context)
-        start = _nanoseconds(begin, offset)
-        span = self._tracer.start_span(name, context, links=links, start_time=start)
-        span.end(max(start, _nanoseconds(end, offset)))
 
 
 def _offset() -> int:
