@@ -206,7 +206,7 @@ def _exact(sequence: int) -> Array:
     return norm(rows[-1], "norm")
 
 
-def _in_process(count: int) -> partial[Sequence[torch.Tensor]]:
+def _in_process(count: int) -> partial[list[torch.Tensor]]:
     """The step of the first `count` sequences by torch's own functions, as a call."""
     parameters = {name.removesuffix(".weight"): torch.from_numpy(array) for name, array in weights().items()}
     for block in range(BLOCKS):

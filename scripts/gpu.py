@@ -106,8 +106,8 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
 
     def bench(name: str, *arguments: str, limit: float = 150) -> Step:
         figures = results / f"{name}.json"
-        command = (python, "-m", "benchmarks", "--device", device, "--peers", "none", "--growth", "0")
-        command = (*command, *arguments, "--json", str(figures), *measured)
+        common = (python, "-m", "benchmarks", "--device", device, "--peers", "none", "--growth", "0")
+        command = (*common, *arguments, "--json", str(figures), *measured)
         return Step(name, command, limit, figures, device)
 
     workloads = [bench(name, "--workloads", name, "--no-curves", "--no-memory") for name in _workloads(device)]

@@ -68,7 +68,7 @@ def reduced(document: dict[str, Any]) -> dict[str, Any]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     direct = needs(map(Requirement, (*project["dependencies"], *project["optional-dependencies"][EXTRA])))
     graph = closure(direct)
-    references = {canonicalize_name(each["name"]): each["bom-ref"] for each in document["components"]}
+    references: dict[str, Any] = {canonicalize_name(each["name"]): each["bom-ref"] for each in document["components"]}
     main = document["metadata"]["component"]
     main["version"] = runpy.run_path(str(ROOT / "client" / "attnserve" / "_version.py"))["__version__"]
     document["components"] = [each for each in document["components"] if canonicalize_name(each["name"]) in graph]

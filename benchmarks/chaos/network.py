@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ PROMISE: Final = (
 )
 CALLERS: Final = 3
 DECODERS: Final = 3
-WRITERS: Final = ("stream", "unary", "stream")
+WRITERS: Final[tuple[Literal["stream", "unary"], ...]] = ("stream", "unary", "stream")
 """The transports of those who append to one cache, each with a client of its own."""
 TIMEOUT_S: Final = 40.0
 PAUSE_S: Final = 0.2

@@ -19,6 +19,7 @@ from attnserve_server.layers.specification import (
     Block,
     Embedding,
     FeedForward,
+    Kind,
     LearnedScore,
     Norm,
     Rotary,
@@ -84,7 +85,7 @@ class Evidence:
         )
 
 
-def build(kind: str, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]) -> Architecture:
+def build(kind: Kind, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]) -> Architecture:
     """The architecture of a layer. Raises UndeterminedError if it cannot be inferred."""
     evidence = Evidence(options, names, shapes)
     match kind:

@@ -11,15 +11,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal
 
 from attnserve_server.layers.errors import Defect, LayerError, words_of
 from attnserve_server.layers.keys import KEYS, KINDS, SOURCE, Wrong, check, flatten
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.sources import Reference, numbered
-from attnserve_server.layers.specification import Dtype
-
-Kind: TypeAlias = Literal["multi_head", "single_head", "additive", "general", "transformer"]
+from attnserve_server.layers.specification import Dtype, Kind
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
 """What layers may be called: callers send the names, and metrics are labelled with them."""
@@ -80,10 +78,11 @@ def read_document(path: Path) -> tuple[list[Definition], list[Defect]]:
     return list(definitions.values()), defects
 
 
-def _kind(table: Mapping[str, Any]) -> str | None:
+def _kind(table: Mapping[str, Any]) -> Kind | None:
+    """The kind of a table's layers; None if it names none that there is."""
     preset = PRESETS.get(str(table.get("preset")))
-    kind = table.get("kind", preset.kind if preset else None)
-    return kind if kind in KINDS else None
+    declared = table.get("kind", preset.kind if preset else None)
+    return next((kind for kind in KINDS if kind == declared), None)
 
 
 def _check(table: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -105,7 +104,7 @@ def _check(table: Mapping[str, Any]) -> Iterator[Wrong]:
         yield Wrong("numbers", "the number of the block that has the attention", "nothing")
     if isinstance(table.get("parameters"), dict):
         for name, value in _leaves(table["parameters"]):
-            yield from _check_parameter(name, value, table, kind or "")
+            yield from _check_parameter(name, value, table, kind)
     if "numbers" not in table:
         for key in ("name", "file", "prefix"):
             if _PLACE in str(table.get(key, "")):
@@ -123,7 +122,7 @@ def _leaves(table: Mapping[str, Any], scope: str = "") -> Iterator[tuple[str, An
             yield scope + name, value
 
 
-def _check_parameter(name: str, value: Any, table: Mapping[str, Any], kind: str) -> Iterator[Wrong]:
+def _check_parameter(name: str, value: Any, table: Mapping[str, Any], kind: Kind | None) -> Iterator[Wrong]:
     key = f"parameters.{name}"
     if isinstance(value, dict):
         yield from check(value, SOURCE, scope=f"{key}.")
@@ -163,7 +162,8 @@ def _numbers(declared: int | str | list[int]) -> list[int]:
 
 def _definitions(table: Mapping[str, Any], wrong: list[Wrong]) -> Iterator[Definition]:
     """The layers of a checked table: one, or one for each of its numbers."""
-    kind = cast(Kind, _kind(table))
+    kind = _kind(table)
+    assert kind is not None  # for it is checked
     references = {name: _reference(value) for name, value in _leaves(table.get("parameters", {}))}
     for number in _numbers(table["numbers"]) if "numbers" in table else (None,):
 

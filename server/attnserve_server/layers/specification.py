@@ -13,6 +13,8 @@ from typing import Final, Literal, TypeAlias
 
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Kind: TypeAlias = Literal["multi_head", "single_head", "additive", "general", "transformer"]
+"""What a layer is, as `layers.toml` says it."""
 NormKind: TypeAlias = Literal["layer", "rms"]
 
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
