@@ -209,7 +209,8 @@ class Server:
         )
         self._cache_service = CacheService(self.caches, rpcs, self._service, config.cache_ttl, self.limits)
         for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
-        self._health_service = HealthService(self.health, rpcs, for_anybody)
+        of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, config.max_unread_time or None)
+        self._health_service = HealthService(self.health, rpcs, for_anybody, of_anybody)
         self._reflection = Reflection(rpcs, for_anybody) if config.reflection else None
         self._http = HttpServer(
             config.http_listen,

@@ -275,7 +275,7 @@ def test_they_are_answered_when_it_has_room(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_real_server_is_asked_by_few(start_server: Callable[..., Server], transport: Transport) -> None:
     """Each call is answered, refused by the server, or told by the SDK; and the server is asked again in time."""
     server = start_server(*PATIENT, "--max-requests", "16", *POOL)
-    long, short = np.ones((1, 2048, 8)), np.ones((1, 1, 8))  # float64: a tenth of a second, and nothing
+    long, short = np.ones((1, 4096, 8)), np.ones((1, 1, 8))  # float64: half a second, and nothing
     with ExitStack() as clients:
         others = [clients.enter_context(Client(server.address)) for _ in range(4)]  # a stream may have a quarter
         client = clients.enter_context(Client(server.address, transport=transport, retries=0))

@@ -14,6 +14,7 @@ from attnserve_server.access.callers import Callers
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.health_service import HealthService
+from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs
 
@@ -24,6 +25,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 OF_ONE, OF_ALL = 20, 30
 """The most watches."""
+UNSENT = OF_ALL + 5
+"""The most calls of a connection whose messages have not come."""
 
 
 @pytest.fixture
@@ -34,7 +37,8 @@ async def health() -> Health:
 @pytest.fixture
 async def server(health: Health) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    HealthService(health, Rpcs(Callers(), Metrics("0", "0", "cpu")), OpenRpcs(OF_ONE, OF_ALL)).register(server)
+    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    HealthService(health, rpcs, OpenRpcs(OF_ONE, OF_ALL), MessagesDue(UNSENT)).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield server, port
@@ -53,6 +57,38 @@ async def check(stub: Any, service: str) -> Any:
 
 async def read(watch: Any) -> Any:
     return (await asyncio.wait_for(watch.read(), 60)).status
+
+
+async def test_a_call_whose_message_does_not_come_is_refused_once_there_are_enough(
+    server: tuple[grpc.aio.Server, int], stub: Any
+) -> None:
+    """Of one connection; others are answered."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server[1]}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        checks = [channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(UNSENT)]
+        watches = [channel.stream_stream("/grpc.health.v1.Health/Watch")() for _ in range(2)]
+        ended = [asyncio.ensure_future(each.code()) for each in (*checks, *watches)]
+        done, _ = await asyncio.wait(ended, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 2:
+            done |= (await asyncio.wait({*ended} - done, timeout=60, return_when=asyncio.FIRST_COMPLETED))[0]
+        assert [each.result() for each in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        assert await check(stub, "") == NOT_SERVING
+        for each in (*checks, *watches):
+            each.cancel()
+
+
+async def test_a_message_may_not_take_long(health: Health) -> None:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    HealthService(health, rpcs, OpenRpcs(OF_ONE), MessagesDue(max_time=0.05)).register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for call in (
+            channel.stream_unary("/grpc.health.v1.Health/Check")(),
+            channel.stream_stream("/grpc.health.v1.Health/Watch")(),
+        ):
+            assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(None)
 
 
 async def test_liveness_stays_while_draining(stub: Any, health: Health) -> None:

@@ -36,7 +36,11 @@ ATTEND = messages.random_attend(0, 3, kv_length=5, batch=2, mask=np.ones((2, 2, 
 SOFTCAP = messages.random_attend(0, 3, kv_length=5, batch=2, softcap=1.0)
 WEIGHTS = messages.tensor(np.zeros((4, 8), np.float32))
 ADDITIVE = messages.random_attend(0, 3, additive=pb.AdditiveScore(query_weight=WEIGHTS, key_weight=WEIGHTS))
-FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
+PAIRS = (2 * 3 * 5) * 2
+FLOPS = PAIRS * 64
+"""Of heads of 8: more than their operations, for those of narrow heads take longer."""
+WIDE = messages.random_attend(0, 3, kv_length=5, batch=2, width=40)
+WIDE_FLOPS = 2 * PAIRS * (40 + 40)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +56,10 @@ FLOPS = 2 * (2 * 3 * 5) * 2 * (8 + 8)
         ),
         (packed(7), "max_sequences", 7, "query_lengths.shape", "at most 6 sequences (max_sequences), found 7"),
         (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs (max_request_flops), found {FLOPS} FLOPs"),
-        (SOFTCAP, "max_request_flops", 8 * FLOPS, "", f"at most {8 * FLOPS - 1} FLOPs"),  # slower kernels cost more
+        (WIDE, "max_request_flops", WIDE_FLOPS, "", f"at most {WIDE_FLOPS - 1} FLOPs"),
+        (SOFTCAP, "max_request_flops", 1024 * PAIRS, "", f"at most {1024 * PAIRS - 1} FLOPs"),  # slower kernels
         (ADDITIVE, "max_request_flops", 80 * messages.read(ADDITIVE).flops, "", "FLOPs"),
+        (ATTEND, "max_sequences", 2, "query.shape", "at most 1 sequences (max_sequences), found 2"),
     ],
 )
 def test_a_limit_is_the_most_that_passes(

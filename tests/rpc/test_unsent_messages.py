@@ -149,3 +149,14 @@ def test_a_call_that_is_cancelled_without_it_is_no_bad_request(start_server: Cal
     assert server.stop() == 0
     assert "Traceback" not in server.stderr()
     assert "refused" not in server.stderr()
+
+
+@pytest.mark.parametrize("path", ["/attnserve.v1.AttentionService/ServerInfo", "/grpc.health.v1.Health/Check"])
+def test_compressed_messages_are_not_unpacked(server: Server, path: str) -> None:
+    """A small one may become a large one, before it is known whose it is."""
+    with grpc.insecure_channel(server.address) as channel:
+        call: Any = channel.unary_unary(path)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"\x0a\x80\x08" + bytes(1024), timeout=calls.PATIENCE_S, compression=grpc.Compression.Gzip)
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+        assert call(b"", timeout=calls.PATIENCE_S) is not None

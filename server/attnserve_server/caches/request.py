@@ -92,7 +92,7 @@ class CachedRequest(CacheWork):
         problem, keys, longest = self.problem, sum(lengths), max(lengths)
         rows = problem.batch * problem.query_length
         flops = problem.flops(problem.query_length * keys, rows, keys)
-        self.limits.check_flops(flops * problem.weight)
+        self.limits.check_flops(problem.weighed(flops, problem.query_length * keys))
         self.flops = flops
         effort = problem.effort(flops, rows, keys, problem.batch)
         self.effort = max(effort, keys * self.uses[0].cache.shape.token_bytes if rows else 0)

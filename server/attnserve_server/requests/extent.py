@@ -75,10 +75,12 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
             if name in problem.tensors:
                 check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
+    if not problem.packed:
+        limits.check_sequences("query.shape", problem.batch)
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
     flops = problem.flops(pairs, rows, problem.kv_length * sequences)
-    limits.check_flops(flops * problem.weight)
+    limits.check_flops(problem.weighed(flops, pairs))
     kv_tokens = sum(span.sequences * span.kv_length for span in spans)
     effort = problem.effort(flops, rows, kv_tokens, problem.batch)
     if problem.one_by_one:

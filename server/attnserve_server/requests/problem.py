@@ -43,6 +43,10 @@ ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
 """The least cost in FLOPs of a query of a head, a key of a head, and a head of keys, however narrow they are and
 however few they meet: measured with the native kernel, with heads of one element.
 """
+PAIR_COST, WRITTEN_OUT_PAIR_COST = 64, 1_024
+"""The same of a query and a key that meet, with the native kernel and where attention is written out: 2 ns and 30 ns of
+one core.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +128,13 @@ class Problem:
                 2 * units * (query_tokens * self.query_heads * self.head_dim + kv_tokens * self.kv_heads * self.key_dim)
             )
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
+
+    def weighed(self, flops: int, pairs: int) -> int:
+        """The FLOPs in operations of plain attention, or what so many query-key pairs take at least if that is more: of
+        narrow heads, each operation takes longer.
+        """
+        pair_cost = WRITTEN_OUT_PAIR_COST if self.one_by_one else PAIR_COST
+        return max(flops * self.weight, pair_cost * pairs * self.query_heads)
 
     @property
     def token_bytes(self) -> int:

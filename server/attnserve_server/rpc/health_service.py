@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, RequestError
 from attnserve_server.observability.health import Health
+from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Context, Handler, Rpcs, connection_of, parsed
 
@@ -24,25 +25,30 @@ MAX_REQUEST_BYTES: Final = 1024
 
 
 class HealthService:
-    """The service for one server's health. Watches are counted among `streams`."""
+    """The service for one server's health. Watches are counted among `streams`, and calls whose messages have not come
+    among `messages_due`: others than those of known callers.
+    """
 
-    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs) -> None:
+    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs, messages_due: MessagesDue | None = None) -> None:
         self._health = health
         self._rpcs = rpcs
         self._streams = streams
+        self._messages_due = MessagesDue() if messages_due is None else messages_due
 
     def register(self, server: aio.Server) -> None:
-        """Adds the service to a gRPC server that has not started."""
+        """Adds the service to a gRPC server that has not started. To gRPC its methods take streams of messages, as
+        those of `Rpcs.unary` do.
+        """
         handlers: dict[str, Handler] = {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+            "Check": grpc.stream_unary_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_SERVICE_NAME, handlers),))
 
-    async def _check(self, data: bytes, context: Context) -> bytes:
+    async def _check(self, _: object, context: Context) -> bytes:
         """The present status of a service."""
         try:
-            service = _service_in(data)
+            service = await self._asked(context)
             status = self._health.status(service)
             if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
                 raise NotFound("service", service)
@@ -50,10 +56,10 @@ class HealthService:
             await self._rpcs.refuse(context, "health_check", error, None)
         return _encoded(status)
 
-    async def _watch(self, data: bytes, context: Context) -> NoReturn:
+    async def _watch(self, _: object, context: Context) -> NoReturn:
         """The present status of a service, and each later one when it changes."""
         try:
-            service, last = _service_in(data), None
+            service, last = await self._asked(context), None
             with self._streams.one_more(connection_of(context)):
                 while await self._health.changed(service, last):
                     last = self._health.status(service)
@@ -61,6 +67,10 @@ class HealthService:
         except RequestError as error:
             await self._rpcs.refuse(context, "health_watch", error, None)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+    async def _asked(self, context: Context) -> str:
+        """The service that a call asks about. Raises RequestError."""
+        return _service_in(await self._messages_due.message(context, connection_of(context)))
 
 
 def _service_in(data: bytes) -> str:

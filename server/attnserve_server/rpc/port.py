@@ -33,6 +33,11 @@ places among `max_caller_streams`, for hours."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
 """How long a caller may take to answer a ping. A synchronous client in C++ that has no calls reads every 5 s."""
 
+UNCOMPRESSED: Final = 1 << 0
+"""The algorithms by which messages may be compressed: none. 250 KB can be 250 MB, which gRPC unpacks before anything of
+ours sees the message; and tensors hardly shrink.
+"""
+
 LOOPBACK: Final = ("127.0.0.1", "::1")
 """What `localhost` means, whatever the hosts file says: it may be served without TLS and identified callers."""
 FREE_PORT_TRIES: Final = 100
@@ -54,6 +59,7 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     yield "grpc.http2.max_pings_without_data", 0  # no bound: an idle stream may stay
     yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
     yield "grpc.http2.settings_timeout", SETTINGS_TIMEOUT_MS
+    yield "grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED
     yield from _for_unbegun_calls(config)
 
 

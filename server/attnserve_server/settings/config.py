@@ -128,7 +128,7 @@ class Config:
     max_sequences: int = _setting(
         kinds.count(1, 2**31 - 1),
         2**14,
-        "The most sequences of a request in which each has a length, an offset or a cache of its own: reading one "
+        "The most sequences of a request: each may have a length, an offset or a cache of its own, and reading one "
         "takes microseconds, during which nobody else is served.",
     )
     max_caller_streams: int = _setting(
