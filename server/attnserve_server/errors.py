@@ -2,13 +2,14 @@
 
     RequestError
     ├── InvalidRequest       INVALID_ARGUMENT     BadRequest with the field's path, ErrorInfo
+    │   └── Malformed
     ├── Unauthenticated      UNAUTHENTICATED      ErrorInfo
     ├── PermissionDenied     PERMISSION_DENIED    ErrorInfo
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
-    │   ├── TooManyStreams
-    │   └── ShareExceeded
+    │   ├── ShareExceeded
+    │   └── TooManyOpen: TooManyStreams, TooManyUnsent
     ├── RepliesUnread        RESOURCE_EXHAUSTED   ErrorInfo
     ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo

@@ -170,6 +170,8 @@ def test_what_others_would_answer_sooner_is_half_of_what_one_has_more() -> None:
     assert fleet.replicas.excess(busy, 1.0) == 0, "neither is to be preferred"
     assert fleet.replicas.excess(busy, 2.5) == 44
     fleet.at("c").holds = True
+    assert fleet.replicas.excess(busy, 2.5) == 0, "one may still be away, as far as is known"
+    fleet.at("b").replica.worked(2.5, 2.5)
     assert fleet.replicas.excess(busy, 2.5) == 30
 
 

@@ -137,12 +137,14 @@ class Replicas(Generic[C]):
 
     def excess(self, connection: C, now: float) -> int:
         """How many calls of a connection would be answered sooner by others, as far as is known: half of what it has
-        more in flight than the least busy of those that neither rest nor are full.
+        more in flight than the least busy of those that neither rest, nor have failed and not answered since, nor are
+        full.
         """
         free = [
             other.in_flight
             for other in self._rotation
-            if other is not connection and other.replica.rests_until <= now and not _is_full(other, now)
+            if other is not connection
+            and not (other.replica.rests_until > now or other.replica.is_failing or _is_full(other, now))
         ]
         return max(0, connection.in_flight - min(free)) // 2 if free else 0
 
