@@ -16,6 +16,7 @@ import pytest
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.request import Request
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -29,7 +30,8 @@ def device() -> Iterator[CpuDevice]:
 
 
 def request(seed: int, batch: int, **options: Any) -> Request:
-    return messages.read(messages.random_attend(seed, 3, batch=batch, return_lse=True, **options))
+    data = messages.random_attend(seed, 3, batch=batch, return_lse=True, **options).SerializeToString()
+    return messages.read_request(data, limits=RequestLimits(max_sequences=2 * requests.MOST_SEQUENCES))
 
 
 def test_each_of_many_sequences_has_the_bits_that_it_has_alone(device: CpuDevice) -> None:

@@ -75,7 +75,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
             if name in problem.tensors:
                 check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
-    if not problem.packed:
+    if problem.query_length and not problem.packed:
         limits.check_sequences("query.shape", problem.batch)
     pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows = problem.query_length * sequences
