@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve._requests.attend import encode_attend
-from attnserve_server.devices import packing
+from attnserve_server.devices import packed_calls, packing
 from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.packing import pack
 from attnserve_server.devices.transfers import Asked
@@ -57,7 +57,7 @@ class HostTransfers:
 @pytest.fixture(autouse=True, params=["oldest", "newest"], scope="module")
 def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """The table's CUDA kernels for CPU tensors, on top of stand-ins for those of the oldest and newest torch. With the
-    one, where rows are is always found on the device, with the other on the host if there are few.
+    one, inputs are always looked at and rows rearranged on the device, with the other on the host if there are few.
     """
     flash = {"oldest": cuda_kernels.flash, "newest": cuda_kernels.newest_flash}[request.param]
     rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
@@ -66,7 +66,9 @@ def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(efficient_cuda, "_efficient_ragged", cuda_kernels.efficient_ragged)
         patch.setattr(varlen_cuda, "_flash", flash)
         patch.setattr(varlen_cuda, "_DIVIDES", request.param == "oldest")
-        patch.setattr(packing, "FEW_ROWS", {"oldest": 0, "newest": packing.FEW_ROWS}[request.param])
+        if request.param == "oldest":
+            patch.setattr(packed_calls, "LOOKED_AT", -1)
+            patch.setattr(packed_calls, "REARRANGED", 0)
         patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
         yield
 

@@ -20,8 +20,7 @@ def test_ragged_kernels(kernel: RaggedKernel, group: int, longest: int, window: 
         query = torch.empty(9, 2 * group, 20, dtype=dtype, device=META)
         key, value = (torch.empty(12, 2, width, dtype=dtype, device=META) for width in (20, 24))
         starts = torch.empty(4, dtype=torch.int32, device=META)
-        sequence = torch.empty(9, dtype=torch.int64, device=META)
-        call = RaggedCall(query, key, value, starts, starts, sequence, longest, 9, 0.5, window, True)
+        call = RaggedCall(query, key, value, starts, starts, longest, 9, 0.5, window, True)
         result = kernel.attend(call)
         assert result.output.shape == (9, 2 * group, 24)
         assert result.output.dtype == dtype

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import messages
@@ -14,7 +13,7 @@ import torch
 from attnserve_server.devices import cuda
 from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.cuda import CudaDevice
-from attnserve_server.devices.transfers import Asked, CudaTransfers
+from attnserve_server.devices.transfers import Asked, CudaTransfers, _Thread
 from attnserve_server.kernels import AttentionCall, AttentionResult, math
 
 
@@ -44,6 +43,7 @@ class StreamTransfers(CudaTransfers):
 
     def __init__(self) -> None:
         self._compute_stream, self._fetch_stream = Stream(), Stream()  # type: ignore[assignment]
+        self._thread = _Thread()
         self.streams: Sequence[Stream] = (self._compute_stream, self._fetch_stream)  # type: ignore[assignment]
         self.fetches = 0
 
@@ -57,6 +57,7 @@ class StreamTransfers(CudaTransfers):
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         self.streams[1].asked += 1
         self.fetches += 1
+        self._thread.fetches = True
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -186,9 +187,8 @@ def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.M
 class Here(StreamTransfers):
     """Transfers whose computing needs no GPU."""
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        yield
+    def compute_here(self) -> None:
+        pass
 
 
 def trying(monkeypatch: pytest.MonkeyPatch, refuse: Exception, blame: str) -> CudaDevice:

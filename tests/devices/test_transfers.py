@@ -7,12 +7,14 @@ A stream knows how much of its own work and of others' comes before its next ope
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from attnserve_server.devices import transfers as transfers_module
 from attnserve_server.devices.transfers import CudaTransfers
 
 
@@ -34,7 +36,7 @@ class Stream:
 class Memory:
     """Device memory, allocated and first written on the current stream, or host memory."""
 
-    dtype, shape = torch.float32, (3,)
+    dtype, shape, nbytes = torch.float32, (3,), 12
 
     def __init__(self, home: Stream | None) -> None:
         self.home, self.users = home, {home}
@@ -87,12 +89,6 @@ class DeviceMemory(Memory):
         self.used_by(self._machine.current)
         return self._machine.new()
 
-    def numel(self) -> int:
-        return 3
-
-    def element_size(self) -> int:
-        return 4
-
 
 class HostMemory(Memory):
     """Pinned memory."""
@@ -109,10 +105,11 @@ class HostMemory(Memory):
     def view(self, *_: object) -> HostMemory:
         return self
 
-    def copy_(self, source: Memory, non_blocking: bool) -> None:
+    def copy_(self, source: Memory, non_blocking: bool) -> HostMemory:
         assert non_blocking
         source.used_by(self._machine.current)
         self.writer, self.written = self._machine.current, self._machine.current.operate()
+        return self
 
 
 @pytest.fixture
@@ -130,6 +127,7 @@ def test_streams_read_what_is_there_and_keep_what_they_use(
     machine: Machine, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two batches, the second one staged before the first one's results are fetched."""
+    monkeypatch.setattr(transfers_module, "AT_ONCE", 0)
     transfers: Any = CudaTransfers(torch.device("cuda", 0))
     monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
     inputs = [transfers.upload(HostMemory(machine)) for _ in range(2)]
@@ -148,6 +146,7 @@ def test_streams_read_what_is_there_and_keep_what_they_use(
 
 def test_copies_to_the_device_wait_for_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what computes does not wait for copies back."""
+    monkeypatch.setattr(transfers_module, "AT_ONCE", 0)
     transfers: Any = CudaTransfers(torch.device("cuda", 0))
     monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
     for _ in range(3):
@@ -155,3 +154,37 @@ def test_copies_to_the_device_wait_for_nothing(machine: Machine, monkeypatch: py
         transfers.fetch(machine.new())
     assert transfers._upload_stream.behind.keys() == {transfers._upload_stream}
     assert transfers._fetch_stream not in machine.default.behind
+
+
+class Event:
+    """An event that can be waited for."""
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "the thread is to sleep"
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.place = stream, stream.behind[stream]
+
+    def synchronize(self) -> tuple[Stream, int]:
+        return self.stream, self.place
+
+
+@pytest.mark.parametrize(("at_once", "stream"), [(12, "_compute_stream"), (11, "_fetch_stream")])
+def test_what_is_little_is_copied_between_kernels(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, at_once: int, stream: str
+) -> None:
+    """And is there once what computes has got that far: nothing else is waited for, also if another thread has much
+    copied back.
+    """
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(transfers_module, "AT_ONCE", at_once)
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
+    uploaded = transfers.upload(HostMemory(machine))
+    assert (uploaded.home is machine.default) == (stream == "_compute_stream")
+    fetched = transfers.fetch(machine.new())
+    asked = transfers.asked()
+    assert asked.until_fetched() == (getattr(transfers, stream), fetched.written)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: setattr(transfers._thread, "fetches", True)).result()
+    assert transfers.asked().until_fetched()[0] is machine.default

@@ -30,10 +30,10 @@ def test_what_is_staged_does_not_wait_for_what_computes(device: CudaDevice) -> N
     host = device.allocate(1 << 24)
     device.upload(host)  # allocates memory now: allocating may wait until the device is idle
     torch.cuda.synchronize()
-    with transfers.computing():
-        begin.record()
-        torch.cuda._sleep(CYCLES)
-        computed.record()
+    transfers.compute_here()
+    begin.record()
+    torch.cuda._sleep(CYCLES)
+    computed.record()
     device.upload(host)
     copied.record(transfers._upload_stream)
     copied.synchronize()
@@ -46,12 +46,12 @@ def test_a_batch_has_its_results_while_another_computes(device: CudaDevice) -> N
     transfers = device._transfers
     own, other = (torch.full((9,), value, device=device.torch_device) for value in (1.0, 2.0))
     computed = torch.cuda.Event()
-    with transfers.computing():
-        here = transfers.fetch(own)
-        asked = transfers.asked()
-        torch.cuda._sleep(CYCLES)
-        transfers.fetch(other)
-        computed.record()
+    transfers.compute_here()
+    here = transfers.fetch(own)
+    asked = transfers.asked()
+    torch.cuda._sleep(CYCLES)
+    transfers.fetch(other)
+    computed.record()
     asked.until_computed()
     asked.until_fetched()
     assert not computed.query()

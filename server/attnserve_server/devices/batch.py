@@ -2,21 +2,20 @@
 call.
 
 In: requests. Out: what their replies carry. A batch is staged, computed and fetched with a single wait, at its end (see
-`transfers.py`). Whether inputs were finite is flagged with the results; the few sequences with NaN or infinities are
+`transfers.py`). Whether inputs were finite is known with the results; the few sequences with NaN or infinities are
 then recomputed by the math kernel, which knows where those may show.
-
-Not yet run on a GPU: all but torch's own kernels is tested on CPU tensors.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 
-from attnserve_server.devices.packing import Pack, PackResult, StagedPack, pack, rows_of_members
+from attnserve_server.devices.packed_calls import StagedPack
+from attnserve_server.devices.packing import pack
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.devices.transfers import Transfers
@@ -32,11 +31,12 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
     stager = Stager(transfers.allocate, transfers.upload, looks=False)
     packs, places = pack(requests, kernels)
     others = [requests[place] for place in places]
-    staged_packs = [StagedPack(each, requests, transfers.allocate, transfers.upload) for each in packs]
+    staged_packs = [StagedPack(each, requests, transfers) for each in packs]
     staged = stager.stage(others)
     after_staging = perf_counter()
 
-    pack_results = [_fetched_pack(each.run(), transfers) for each in staged_packs]
+    for each in staged_packs:
+        each.run()
     results = [_fetched(attend(call.call), others[call.parts[0][0]].problem, transfers) for call in staged]
     asked = transfers.asked()  # before waiting: another batch submits work meanwhile
     asked.until_computed()
@@ -51,9 +51,9 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
         kernel_calls[math.NAME] += len(staged)
         return collect([request], staged, [_on_host(math.attend_each(call.call)) for call in staged])[0]
 
-    for each, pack_result in zip(packs, pack_results, strict=True):
-        kernel_calls[each.kernel.name] += pack_result.calls
-        for place, own in _of_members(each, pack_result, requests, exactly):
+    for each in staged_packs:
+        kernel_calls[each.kernel] += each.calls
+        for place, own in each.results(exactly):
             gathered[place] = own
     for call, call_result in zip(staged, results, strict=True):
         kernel_calls[math.NAME] += mend(call.call, call_result)
@@ -89,32 +89,6 @@ def _fetched(result: AttentionResult, problem: Problem, transfers: Transfers) ->
         None if part is None else transfers.fetch(part) for part in (result.lse, result.scores, result.suspect)
     )
     return AttentionResult(output, lse, scores, result.kernel, suspect)
-
-
-def _fetched_pack(result: PackResult, transfers: Transfers) -> PackResult:
-    """The result of a pack on its way to the host."""
-    lse = None if result.lse is None else transfers.fetch(result.lse)
-    return PackResult(transfers.fetch(result.output), lse, transfers.fetch(result.suspect), result.calls)
-
-
-def _of_members(
-    pack: Pack, result: PackResult, requests: Sequence[Request], exactly: Callable[[Request], RequestResult]
-) -> list[tuple[int, RequestResult]]:
-    """The places in the batch of a pack's requests, and their results; suspect requests are recomputed."""
-    output, width = _bytes(result.output), result.output.shape[1] * result.output.element_size()
-    lse = None if result.lse is None else _bytes(result.lse)
-    members = []
-    for (place, rows), suspect in zip(rows_of_members(pack), result.suspect.tolist(), strict=True):
-        if suspect:
-            members.append((place, exactly(requests[place])))
-            continue
-        own_lse = None if lse is None else lse[rows.start * 4 : rows.stop * 4]
-        members.append((place, RequestResult(output[rows.start * width : rows.stop * width], own_lse, None)))
-    return members
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _on_host(result: AttentionResult) -> AttentionResult:

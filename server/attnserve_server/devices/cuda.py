@@ -5,8 +5,6 @@ but the streams. Caches and layers continue on the device with the results of ca
 flags that say whether inputs were finite once per list of calls, so mostly once; layers are computed as if everything
 were finite and wait at their end (`share`): if something was not, they are recomputed, waiting at each attention.
 Layers whose keys are in caches wait that way from the start.
-
-Not yet run on a GPU: streams and kernels are tested by `tests/gpu`, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -103,8 +101,8 @@ class CudaDevice:
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
         try:
-            with self._transfers.computing():
-                return run_batch(requests, self._transfers, RAGGED_KERNELS)
+            self._transfers.compute_here()
+            return run_batch(requests, self._transfers, RAGGED_KERNELS)
         except Exception as error:
             # An error that is kept would keep its frames, and with them the tensors of the failed batch.
             traceback.clear_frames(error.__traceback__)
@@ -226,8 +224,8 @@ class CudaDevice:
 
     def _warm_up(self, together: Barrier) -> None:
         together.wait()  # so that no thread does the work of two
-        with self._transfers.computing():
-            load_kernels(self._device)
+        self._transfers.compute_here()
+        load_kernels(self._device)
         self._transfers.asked().until_computed()
 
     def _try_scattered(self) -> None:
@@ -235,8 +233,8 @@ class CudaDevice:
         may take it differently, and what it computes can be computed in other ways.
         """
         try:
-            with self._transfers.computing():
-                load_scattered(self._device)
+            self._transfers.compute_here()
+            load_scattered(self._device)
             self._transfers.asked().until_computed()
         except Exception as error:
             if self.blame(error) != "request":
@@ -259,6 +257,4 @@ class CudaDevice:
 
     def close(self) -> None:
         """Waits for the work in flight."""
-        asked = self._transfers.asked()
-        asked.until_computed()
-        asked.until_fetched()
+        self._transfers.finish()

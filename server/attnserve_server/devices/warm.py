@@ -9,7 +9,6 @@ import torch
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server.devices.packing import FEW_ROWS
 from attnserve_server.kernels import (
     RAGGED_KERNELS,
     AttentionCall,
@@ -22,6 +21,8 @@ from attnserve_server.kernels import (
 from attnserve_server.requests.limits import DEFAULT_LIMITS
 from attnserve_server.requests.request import Request, request_of
 
+MANY_TOKENS: Final = 1024
+"""So many, with 16 heads, are looked at and rearranged on the device."""
 WIDTHS: Final = (64, 128)
 """The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
 
@@ -61,8 +62,7 @@ def warm_ragged_call(device: torch.device, dtype: torch.dtype, width: int) -> Ra
     """A call of a ragged kernel: two causal sequences."""
     query = torch.randn(32, 4, width, device=device).to(dtype)
     starts = torch.tensor([0, 12, 32], dtype=torch.int32, device=device)
-    sequence = torch.repeat_interleave(torch.tensor([12, 20], device=device), output_size=32)
-    return RaggedCall(query, query, query, starts, starts, sequence, 20, 20, 0.125, (-1, 0), True)
+    return RaggedCall(query, query, query, starts, starts, 20, 20, 0.125, (-1, 0), True)
 
 
 def warm_scattered_call(device: torch.device, dtype: torch.dtype, width: int) -> ScatteredCall:
@@ -75,13 +75,13 @@ def warm_scattered_call(device: torch.device, dtype: torch.dtype, width: int) ->
 
 
 def warm_requests() -> list[Request]:
-    """Requests whose batches load what surrounds the ragged kernels: for each dtype one with few rows, and one with
-    more than are found on the host.
+    """Requests whose batches load what surrounds the ragged kernels: for each dtype one with few tokens, and one with
+    many.
     """
     return [
         _request(tokens, dtype, sinks=tokens == 8)
         for dtype in (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16)
-        for tokens in (8, FEW_ROWS // 16)
+        for tokens in (8, MANY_TOKENS)
     ]
 
 

@@ -8,7 +8,7 @@ bias are computed in float32); and rows with nothing to attend are meaningless (
 excluded places may get through, but only as NaN or inf: the result says which sequences have any, and its reader has
 those computed again.
 
-Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
+Run on a GPU with torch 2.11; for 2.13 and 2.15 written from torch's sources, and its planning tested on CPU tensors.
 """
 
 from __future__ import annotations
@@ -191,8 +191,9 @@ def attend_ragged(call: RaggedCall) -> RaggedResult:
     output = output[0, ..., : call.value.shape[-1]]
     if not call.return_lse:
         return RaggedResult(output, None)
-    place = torch.arange(len(query), device=query.device) - call.query_starts[call.query_sequence]
-    return RaggedResult(output, lse.transpose(1, 2)[call.query_sequence, place])
+    token = torch.arange(len(query), dtype=torch.int32, device=query.device)
+    sequence = torch.searchsorted(call.query_starts[1:], token, right=True)
+    return RaggedResult(output, lse.transpose(1, 2)[sequence, token - call.query_starts[sequence]])
 
 
 RAGGED_KERNEL = RaggedKernel(

@@ -19,8 +19,8 @@ class RaggedCall:
     """Dot-product attention of N sequences, at most MAX_SEQUENCES, each with at least one query and one key.
 
     query [T, Hq, D], key [U, Hk, D], value [U, Hk, Dv], packed in memory. Sequence n has the queries from
-    `query_starts[n]` to `query_starts[n + 1]` and the keys from `kv_starts[n]` (int32 [N + 1]); `query_sequence` [T] is
-    n for each query. Query i of Lq stands at the key S - Lq + i, and `window` is (left, right) from there, -1 open.
+    `query_starts[n]` to `query_starts[n + 1]` and the keys from `kv_starts[n]` (int32 [N + 1]). Query i of Lq stands at
+    the key S - Lq + i, and `window` is (left, right) from there, -1 open.
     """
 
     query: torch.Tensor
@@ -28,7 +28,6 @@ class RaggedCall:
     value: torch.Tensor
     query_starts: torch.Tensor
     kv_starts: torch.Tensor
-    query_sequence: torch.Tensor
     longest_query: int
     longest_kv: int
     scale: float

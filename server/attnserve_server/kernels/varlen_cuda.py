@@ -8,7 +8,7 @@ divides the keys of single-query batches by the batch's size (told not to, or gi
 never does). Causal batches have blocks of other sizes on some GPUs, so whether a batch is told to be causal follows
 from its window alone, not from its longest sequence: a result does not depend on the rest of its batch.
 
-Not yet run on a GPU: written from torch's sources (2.11, 2.13 and 2.15), and its planning tested on CPU tensors.
+Run on a GPU with torch 2.11; for 2.13 and 2.15 written from torch's sources, and its planning tested on CPU tensors.
 """
 
 from __future__ import annotations

@@ -1,0 +1,339 @@
+"""A pack's tensors: to a ragged kernel, sequences of many requests end to end, tokens first, and back into replies.
+
+In: the pieces of a pack, and the payloads of its requests. Out: what replies carry. All inputs of a call are copied to
+one block of host memory in the order in which the kernel reads them, and go to the device at once: every operation
+there takes some microseconds to launch, which is what small batches wait for, and rearranging while copying costs the
+host next to nothing. Whether inputs are finite is looked at in the same place if they are few, else on the device. The
+rows of replies that do not have the kernel's order are rearranged likewise: few on the host, many on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnserve import _dtypes
+from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.devices.packing import Pack, Piece, Window
+from attnserve_server.devices.staging import TORCH
+from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.ragged import ALIGNMENT, RaggedCall
+from attnserve_server.requests.problem import Problem
+from attnserve_server.requests.request import Request
+from attnserve_server.requests.work import RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.devices.transfers import Transfers
+
+LOOKED_AT: Final = 256 << 10
+"""Whether all inputs of a call of up to this many bytes are finite is found on the host."""
+REARRANGED: Final = 128 << 10
+"""Rows of up to this many bytes are brought into the order of a reply on the host."""
+
+_BITS: Final = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+"""What elements of some bytes are copied and looked at as: NumPy has no fast operations on half precisions."""
+_EXPONENT: Final = {pb.DATA_TYPE_FLOAT32: 0x7F80_0000, pb.DATA_TYPE_FLOAT16: 0x7C00, pb.DATA_TYPE_BFLOAT16: 0x7F80}
+"""The bits that are all set in what is not finite."""
+
+Bits: TypeAlias = NDArray[Any]
+Exactly: TypeAlias = Callable[[Request], RequestResult]
+
+
+class StagedPack:
+    """A pack whose inputs are on the device, or on their way."""
+
+    def __init__(self, pack: Pack, requests: Sequence[Request], transfers: Transfers) -> None:
+        self._pack = pack
+        self._members = [requests[place] for place in pack.places]
+        self._calls = [_Call(pack, window, pieces, self._members, transfers) for window, pieces in pack.calls()]
+
+    @property
+    def kernel(self) -> str:
+        """The name of its kernel."""
+        return self._pack.kernel.name
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the kernel it takes."""
+        return len(self._calls)
+
+    def run(self) -> None:
+        """Computes it on the current stream, and has the results fetched, without waiting for anything."""
+        for call in self._calls:
+            call.run()
+
+    def results(self, exactly: Exactly) -> Iterator[tuple[int, RequestResult]]:
+        """The places in the batch of its requests and, once they have been fetched, their results. Those of requests
+        whose inputs are not all finite have no meaning: these are computed by `exactly`.
+        """
+        suspects = set().union(*(call.suspects() for call in self._calls))
+        found: defaultdict[int, list[_Found]] = defaultdict(list)
+        for call in self._calls:
+            for each in call.found():
+                found[each.piece.member].append(each)
+        for number, (place, member) in enumerate(zip(self._pack.places, self._members, strict=True)):
+            yield place, exactly(member) if number in suspects else _result(member.problem, found[number])
+
+
+class _Found(NamedTuple):
+    """Rows of one piece: output [N, L, H, Dv], or a view of it, as bits, and lse [H, N * L]. `begin` is where the
+    output begins in the kernel's own, in bytes, `whole` all of that; None if it has memory of its own.
+    """
+
+    piece: Piece
+    output: Bits
+    lse: NDArray[np.float32] | None
+    begin: int
+    whole: memoryview | None
+
+
+class _Call:
+    """One call of a kernel."""
+
+    def __init__(
+        self, pack: Pack, window: Window, pieces: list[Piece], members: Sequence[Request], transfers: Transfers
+    ) -> None:
+        self._problem, self._kernel, self._window, self._members = pack.problem, pack.kernel, window, members
+        self._transfers = transfers
+        # What is rearranged on the device is fetched piece by piece, the rest in one go.
+        self._apart = [piece for piece in pieces if self._is_large(members[piece.member].problem, piece)]
+        self._together = [piece for piece in pieces if not self._is_large(members[piece.member].problem, piece)]
+        self._pieces = self._together + self._apart
+        self._stage()
+
+    def _is_large(self, problem: Problem, piece: Piece) -> bool:
+        """Whether a piece's rows are to be rearranged on the device."""
+        if _has_kernel_order(problem, piece):
+            return False
+        return piece.queries * problem.query_heads * problem.value_dim * self._item_bytes > REARRANGED
+
+    @property
+    def _item_bytes(self) -> int:
+        return TORCH[self._problem.dtype].itemsize
+
+    def _stage(self) -> None:
+        """Copies the inputs, in the kernel's order, and sends them."""
+        problem, pieces = self._problem, self._pieces
+        queries, keys = sum(piece.queries for piece in pieces), sum(piece.keys for piece in pieces)
+        inputs = (
+            ("query", (queries, problem.query_heads, problem.head_dim)),
+            ("key", (keys, problem.kv_heads, problem.key_dim)),
+            ("value", (keys, problem.kv_heads, problem.value_dim)),
+        )
+        # float32 [T, Hq]: to each query the sinks of its request.
+        sink_bytes = 4 * queries * problem.query_heads if "sinks" in problem.tensors else 0
+        starts = [_starts([(piece.sequences, length(piece)) for piece in pieces]) for length in (_queries, _keys)]
+        sizes = [*(self._item_bytes * a * b * c for _, (a, b, c) in inputs), sink_bytes, *(s.nbytes for s in starts)]
+        begins = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        raw = self._transfers.allocate(begins[-1])
+        host, bits = raw.numpy(), _BITS[self._item_bytes]
+        for (name, shape), begin, size, after in zip(inputs, begins, sizes, begins[1:], strict=False):
+            host[begin + size : after] = 0  # a gap is looked at, too
+            self._fill(name, host[begin : begin + size].view(bits).reshape(shape))
+        if sink_bytes:
+            host[begins[3] : begins[3] + sink_bytes].view(np.float32).reshape(queries, -1)[...] = self._sinks()
+        for begin, size, each in zip(begins[4:], sizes[4:], starts, strict=False):
+            host[begin : begin + size].view(np.int32)[...] = each
+        elements = begins[3]
+        self._looked_at = elements <= LOOKED_AT
+        self._is_finite = self._looked_at and _is_finite(host[:elements].view(bits), problem.dtype)
+        sent = self._transfers.upload(raw)
+        self._elements = sent[:elements].view(TORCH[problem.dtype])
+        self._inputs = [
+            self._elements.as_strided(shape, (shape[1] * shape[2], shape[2], 1), begin // self._item_bytes)
+            for (_, shape), begin in zip(inputs, begins, strict=False)
+        ]
+        self._sent_sinks = None
+        if sink_bytes:
+            self._sent_sinks = sent[begins[3] : begins[3] + sink_bytes].view(torch.float32).view(queries, -1)
+        self._starts = [
+            sent[begin : begin + size].view(torch.int32) for begin, size in zip(begins[4:], sizes[4:], strict=False)
+        ]
+
+    def _fill(self, name: str, rows: Bits) -> None:
+        """Copies the rows [tokens, heads, width] of a tensor."""
+        begin = 0
+        for piece in self._pieces:
+            source = _part(self._members[piece.member], name, piece, rows.dtype)
+            count = source.shape[0] * source.shape[1]
+            # Copying large arrays, NumPy lets others have the interpreter: they go on receiving and launching.
+            np.copyto(rows[begin : begin + count].reshape(source.shape), source)
+            begin += count
+
+    def _sinks(self) -> NDArray[np.float32]:
+        """[T, Hq]."""
+        each = np.stack([_sinks(self._members[piece.member]) for piece in self._pieces])
+        return np.repeat(each, [piece.queries for piece in self._pieces], axis=0)
+
+    def run(self) -> None:
+        """Computes it, and has the results fetched."""
+        problem, (query, key, value) = self._problem, self._inputs
+        sinks = self._sent_sinks
+        result = self._kernel.attend(
+            RaggedCall(
+                query,
+                key,
+                value,
+                *self._starts,
+                max(piece.query_length for piece in self._pieces),
+                max(piece.kv_length for piece in self._pieces),
+                problem.scale,
+                self._window,
+                problem.return_lse or sinks is not None,
+            )
+        )
+        output, lse = result.output, result.lse
+        if sinks is not None:
+            assert lse is not None
+            output, lse = add_sinks(output, lse, sinks)
+        fetch = self._transfers.fetch
+        begin = sum(piece.queries for piece in self._together)
+        self._fetched = fetch(output[:begin]) if self._apart else fetch(output)
+        self._fetched_apart = []
+        for piece in self._apart:
+            rows = output[begin : begin + piece.queries].view(piece.sequences, piece.query_length, *output.shape[1:])
+            self._fetched_apart.append(fetch(rows.transpose(1, 2)))
+            begin += piece.queries
+        self._lse = fetch(lse.t()) if problem.return_lse and lse is not None else None
+        # A sum is finite only if all its terms are; one that is not may just have overflowed.
+        self._sum = None if self._looked_at else fetch(self._elements.sum(dtype=torch.float32))
+
+    def suspects(self) -> set[int]:
+        """The members of which any input is not finite."""
+        if self._is_finite or (self._sum is not None and isfinite(self._sum.item())):
+            return set()
+        bits, dtype = _BITS[self._item_bytes], self._problem.dtype
+        return {
+            piece.member
+            for piece in self._pieces
+            for name in ("query", "key", "value")
+            if not _is_finite(_part(self._members[piece.member], name, piece, bits), dtype)
+        }
+
+    def found(self) -> Iterator[_Found]:
+        """The results of each piece."""
+        heads, width, bits = self._problem.query_heads, self._problem.value_dim, _BITS[self._item_bytes]
+        lse = None if self._lse is None else self._lse.numpy()
+        whole = _bytes(self._fetched)
+        rows = np.frombuffer(whole, bits).reshape(-1, heads, width)
+        apart = iter(self._fetched_apart)
+        begin = 0
+        for piece in self._pieces:
+            stop = begin + piece.queries
+            own_lse = None if lse is None else lse[:, begin:stop]
+            if begin < len(rows):
+                shape = piece.sequences, piece.query_length, heads, width
+                yield _Found(piece, rows[begin:stop].reshape(shape), own_lse, begin * rows.strides[0], whole)
+            else:
+                shape = piece.sequences, heads, piece.query_length, width
+                output = np.frombuffer(_bytes(next(apart)), bits).reshape(shape).swapaxes(1, 2)
+                yield _Found(piece, output, own_lse, 0, None)
+            begin = stop
+
+
+def _queries(piece: Piece) -> int:
+    return piece.query_length
+
+
+def _keys(piece: Piece) -> int:
+    return piece.kv_length
+
+
+def _starts(lengths: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
+    """Where sequences begin, and the last one ends, of so many with the same length each."""
+    counts, each = zip(*lengths, strict=True)
+    return np.concatenate(([0], np.repeat(each, counts).cumsum())).astype(np.int32)
+
+
+def _part(request: Request, name: str, piece: Piece, bits: np.dtype[Any]) -> Bits:
+    """A piece's part [N, L, H, D] of the queries, keys or values of a request."""
+    problem = request.problem
+    array = _with_axes(np.frombuffer(request.payload(name), bits).reshape(problem.tensors[name].shape), problem)
+    start, length = (
+        (piece.query_start, piece.query_length) if name == "query" else (piece.kv_start, piece.kv_length)
+    )
+    return array[piece.first : piece.first + piece.sequences, start : start + length]
+
+
+def _with_axes(array: Bits, problem: Problem) -> Bits:
+    """A tensor of a request, or of its reply, as [N, L, H, D]; N is 1 where sequences are packed."""
+    if array.ndim == 2:
+        return array[None, :, None]
+    if array.ndim == 3:
+        array = array[None]
+    return array if problem.length_first else array.swapaxes(1, 2)
+
+
+def _sinks(request: Request) -> NDArray[np.float32]:
+    """A request's sinks [Hq]."""
+    dtype = _dtypes.NUMPY[request.problem.tensors["sinks"].dtype]
+    return np.frombuffer(request.payload("sinks"), dtype).astype(np.float32)
+
+
+def _is_finite(bits: Bits, dtype: int) -> bool:
+    """Whether all elements are."""
+    exponent = bits.dtype.type(_EXPONENT[dtype])
+    return not ((bits & exponent) == exponent).any()
+
+
+def _has_kernel_order(problem: Problem, piece: Piece) -> bool:
+    """Whether the rows of a piece lie in a reply as in a kernel's output."""
+    return problem.tokens_first or piece.query_length == 1 or problem.query_heads == 1
+
+
+def _result(problem: Problem, found: Sequence[_Found]) -> RequestResult:
+    """The result of a request from those of its pieces, which are all of its queries."""
+    return RequestResult(_output(problem, found), _lse(problem, found) if problem.return_lse else None, None)
+
+
+def _output(problem: Problem, found: Sequence[_Found]) -> memoryview:
+    """The output of a reply: where it was fetched to, if it lies there as in the reply, or a copy."""
+    if not found:
+        return memoryview(b"")
+    first = found[0]
+    if first.whole is not None and _is_in_order(problem, found):
+        return first.whole[first.begin : first.begin + sum(each.output.nbytes for each in found)]
+    if first.whole is None and len(found) == 1:
+        return memoryview(first.output.swapaxes(1, 2).reshape(-1)).cast("B")
+    heads, length, width = problem.query_heads, problem.query_length, problem.value_dim
+    sequences = 1 if problem.packed else problem.batch
+    shape = (sequences, length, heads, width) if problem.tokens_first else (sequences, heads, length, width)
+    output = np.empty(shape, first.output.dtype)
+    rows = output if problem.tokens_first else output.swapaxes(1, 2)
+    for piece, part, *_ in found:
+        start = piece.query_start
+        rows[piece.first : piece.first + piece.sequences, start : start + piece.query_length] = part
+    return memoryview(output.reshape(-1)).cast("B")
+
+
+def _is_in_order(problem: Problem, found: Sequence[_Found]) -> bool:
+    """Whether the rows of pieces were fetched in the order of the reply, one piece after the other."""
+    place = found[0].begin
+    for each in found:
+        if each.whole is not found[0].whole or each.begin != place or not _has_kernel_order(problem, each.piece):
+            return False
+        place += each.output.nbytes
+    return True
+
+
+def _lse(problem: Problem, found: Sequence[_Found]) -> memoryview:
+    """The lse of a reply, [N, H, L]."""
+    heads = problem.query_heads
+    lse = np.empty((1 if problem.packed else problem.batch, heads, problem.query_length), np.float32)
+    for piece, _, part, *_ in found:
+        assert part is not None
+        start, length = piece.query_start, piece.query_length
+        rows = part.reshape(heads, piece.sequences, length).swapaxes(0, 1)
+        lse[piece.first : piece.first + piece.sequences, :, start : start + length] = rows
+    return memoryview(lse.reshape(-1)).cast("B")
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
