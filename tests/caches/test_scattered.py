@@ -86,7 +86,8 @@ def test_merges(counts: list[int], merged: int, heads: tuple[int, int], seed: in
         levels, sizes = scattered._levels(np.array(counts), place.numpy())
     found = output, lse
     for level, size in zip(levels, sizes, strict=True):
-        found = scattered._merged(*found, None if level is None else torch.from_numpy(level).flatten(), size)
+        chosen = None if level is None else tuple(map(torch.from_numpy, scattered._chosen(level)))
+        found = scattered._merged(*found, chosen, size)
     for n, own in enumerate(torch.split(place, counts)):
         weights = lse[own].softmax(0).unsqueeze(-1)
         torch.testing.assert_close(found[0][n], (output[own] * weights).sum(0), rtol=0, atol=1e-5)

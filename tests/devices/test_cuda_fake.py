@@ -79,7 +79,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_small_request_is_few_operations() -> None:
-    """Each takes some microseconds to launch, which is all that a small request waits for: the upload, and the kernel."""
+    """Each takes some microseconds to launch, which is all that a small request waits for: upload and kernel."""
     request = request_of(Plan(dtype="float16", batch=1, group=4, query_length=1, key_length=1), 0, {})
     with Operations() as operations:
         batch = run_batch([request], MetaTransfers(META, computes_first=True), RAGGED_KERNELS)

@@ -5,6 +5,7 @@ What the native kernel computes never becomes tensors (`direct.py`). Everything 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -19,9 +20,10 @@ from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.caches.scattered_queries import alike, attend_group, with_sinks
+from attnserve_server.caches.scattered_requests import alike
 from attnserve_server.devices.inputs import fill
-from attnserve_server.devices.results import Parts, fetched, put
+from attnserve_server.devices.packed_calls import bytes_of
+from attnserve_server.devices.results import Parts, put, results_of, tensors_of
 from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
 from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
 from attnserve_server.native.payloads import DTYPES
@@ -57,8 +59,7 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
     begin = perf_counter()
     if batch[0].unfinished is not None:
         return _finish(pool, device, batch)
-    for request in batch:
-        _append(pool, device, request)
+    _append(pool, device, batch)
     after_appends = perf_counter()
     if device.attend_packed is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
@@ -107,32 +108,30 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
     begin = perf_counter()
     scattering = device.scattering
     groups = [] if scattering is None else alike(batch, pool)
-    tensors = [_together(device, [batch[place] for place in group.places]) for group in groups]
+    for group in groups:
+        group.stage(device)
     grouped = {place for group in groups for place in group.places}
     rest = [place for place in range(len(batch)) if place not in grouped]
     queries: list[CacheQuery] = []
     for place in rest:
         queries += _queries(device, batch[place], range(len(batch[place].uses)))
     after_staging = perf_counter()
-    parts: list[Parts | None] = [None] * len(batch)
-    suspects: list[tuple[int, Parts]] = []
-    for group, tensor in zip(groups, tensors, strict=True):
-        assert scattering is not None
-        for place, (output, lse, suspect) in attend_group(group, tensor, batch, pool, scattering):
-            sinks = _parameter(device, batch[place], "sinks")
-            parts[place] = _laid_out(batch[place], *with_sinks(output, lse, sinks, tensor.dtype))
-            suspects.append((place, (suspect, None, None)))
-    attended_each = iter(attend_tensors(queries, pool, device) if queries else ())
-    for place in rest:
-        parts[place] = _arranged(batch[place], [next(attended_each) for _ in batch[place].uses])
+    computed = [group.compute(pool, scattering) for group in groups if scattering is not None]
+    attended = iter(attend_tensors(queries, pool, device) if queries else ())
+    parts = [_arranged(batch[place], [next(attended) for _ in batch[place].uses]) for place in rest]
     after_compute = perf_counter()
     # What says whether results have a meaning comes with them.
-    results = fetched(device, [*(each for each in parts if each is not None), *(each for _, each in suspects)])
-    for (place, _), flags in zip(suspects, results[len(batch) :], strict=True):
-        if any(flags.output):
-            _put_anew(pool, device, batch[place], [n for n, flag in enumerate(flags.output) if flag], results[place])
+    here = iter(device.fetch([*itertools.chain(*computed), *tensors_of(parts)]))
+    results: list[RequestResult | None] = [None] * len(batch)
+    for group, tensors in zip(groups, computed, strict=True):
+        for place, result, suspects in group.results([next(here) for _ in tensors]):
+            results[place] = result
+            if suspects:
+                _put_anew(pool, device, batch[place], suspects, result)
+    for place, result in zip(rest, results_of(parts, here), strict=True):
+        results[place] = result
     return BatchResult(
-        results=results[: len(batch)],
+        results=[result for result in results if result is not None],
         staging=staged + after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
@@ -140,26 +139,38 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
     )
 
 
-def _together(device: Device, requests: Sequence[CachedRequest]) -> torch.Tensor:
-    """The queries of requests, of all their sequences, as one tensor."""
-    queries = [_heads_first("query", request, device) for request in requests]
-    return queries[0] if len(queries) == 1 else torch.cat(queries)
+def _append(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> None:
+    """Writes what requests append, where it has been placed."""
+    on_cpu = device.torch_device.type == "cpu"
+    single: list[CachedRequest] = []
+    for request in batch:
+        problem, placements = request.problem, request.placements
+        if placements and problem.kv_length > 1:
+            key, value = (_heads_first(name, request, device) for name in ("key", "value"))
+            for b, placement in enumerate(placements):
+                pool.write(request.uses[0].cache.shape, placement, key[b], value[b])
+        elif placements and on_cpu and problem.dtype in DTYPES:
+            append_tokens(pool, request)
+        elif placements:
+            single.append(request)
+    if single:
+        _append_tokens(pool, device, single)
 
 
-def _append(pool: PagePool, device: Device, request: CachedRequest) -> None:
-    """Writes what a request appends, where it has been placed."""
-    if not request.placements:
-        return
-    problem, placements, shape = request.problem, request.placements, request.uses[0].cache.shape
-    if problem.kv_length > 1:
-        key, value = (_heads_first(name, request, device) for name in ("key", "value"))
-        for b, placement in enumerate(placements):
-            pool.write(shape, placement, key[b], value[b])
-    elif device.torch_device.type == "cpu" and problem.dtype in DTYPES:
-        append_tokens(pool, request)
-    else:
-        key, value = (_heads_first(name, request, device)[:, :, 0] for name in ("key", "value"))
-        pool.write_tokens(shape, _places(pool, request), key, value)
+def _append_tokens(pool: PagePool, device: Device, requests: Sequence[CachedRequest]) -> None:
+    """Writes one token for each cache of requests of one group, which take one copy to the device."""
+    dtype = TORCH[requests[0].problem.dtype]
+    parts = [[_token(name, request) for request in requests] for name in ("key", "value")]
+    raw = device.allocate(sum(array.nbytes for arrays in parts for array in arrays))
+    fill(raw, [bytes_of(array) for arrays in parts for array in arrays])
+    sent = device.upload(raw.view(dtype))
+    places = [place for request in requests for place in _places(pool, request)]
+    ends = sum(array.size for array in parts[0]), sent.numel()
+    key, value = (
+        sent[end - sum(array.size for array in arrays) : end].view(len(places), *arrays[0].shape[1:])
+        for end, arrays in zip(ends, parts, strict=True)
+    )
+    pool.write_tokens(requests[0].uses[0].cache.shape, places, key, value)
 
 
 def append_tokens(pool: PagePool, request: CachedRequest) -> None:
@@ -254,16 +265,8 @@ def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Par
                 if result.scores is not None
             ]
         )
-    return _laid_out(request, _joined([result.output for result in results]), lse, scores)
-
-
-def _laid_out(
-    request: CachedRequest, output: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor | None = None
-) -> Parts:
-    """The results of all sequences of a request as its reply has them."""
-    if request.problem.tokens_first:
-        output = output.transpose(1, 2)
-    return output, lse if request.problem.return_lse else None, scores
+    output = _joined([result.output for result in results])
+    return output.transpose(1, 2) if problem.tokens_first else output, lse, scores
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ keys and values are finite is seen from the results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ BLOCK_ROWS: Final = 128
 """The most queries that the kernel computes together. It starts as many blocks for each sequence of keys as for the one
 with the most queries, also if most are empty: what more queries attend to is several sequences.
 """
+_MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
 MAX_ROWS: Final = 2**31 - 1
 """The kernel counts rows of keys in int32."""
 
@@ -46,13 +47,13 @@ class Reach(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """output [S, Hq, Lq, D], of any precision; lse [S, Hq, Lq] in float32; `suspect` [S]: inputs are not finite, it has
-    no meaning.
+    """output [S, Hq, Lq, D], of any precision; lse [S, Hq, Lq] in float32; `check` [S] in float32: where it is not
+    finite, inputs were not, or scores were beyond float32, and the result has no meaning.
     """
 
     output: torch.Tensor
     lse: torch.Tensor
-    suspect: torch.Tensor
+    check: torch.Tensor
 
 
 def computes(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, pool: PagePool) -> bool:
@@ -119,11 +120,11 @@ def attend_ranges(
             start, pages, groups, longest = place, own, -(-own // MERGED), own
     parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
     output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
-    # Every row has a key: an infinite lse means scores beyond float32.
-    suspect = ~(torch.isfinite(output.sum((1, 2, 3), dtype=torch.float32)) & torch.isfinite(lse.sum((1, 2))))
+    # A sum is finite only if all its terms are. Every row has a key: an infinite lse means scores beyond float32.
+    check = output.sum((1, 2, 3), dtype=torch.float32) + lse.sum((1, 2))
     output = output.transpose(1, 2).reshape(query.shape)
     output = output.to(query.dtype) if rounded else output
-    return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), suspect)
+    return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), check)
 
 
 def _attend(
@@ -140,8 +141,8 @@ def _attend(
     key, value = views.key, views.value
     page_rows = key.stride(0) // width
     plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows, max(1, BLOCK_ROWS // rows))
-    levels = [level for level in plan.levels if level is not None]
-    arrays = [plan.readers * rows, plan.starts, plan.lengths, plan.sequence, *(level.ravel() for level in levels)]
+    merges = [part for level in plan.levels if level is not None for part in _chosen(level)]
+    arrays: list[NDArray[Any]] = [plan.readers * rows, plan.starts, plan.lengths, plan.sequence, *merges]
     sent = device.send(np.concatenate(arrays).astype(np.int32))
     query_starts, kv_starts, kv_lengths, sequence, *merged = torch.split(sent, [len(array) for array in arrays])
     result = device.attend_scattered(
@@ -161,7 +162,7 @@ def _attend(
     output, lse = result.output.view(-1, rows, heads, width), result.lse.reshape(-1, rows, heads)
     given = iter(merged)
     for level, size in zip(plan.levels, plan.sizes, strict=True):
-        output, lse = _merged(output, lse, None if level is None else next(given), size)
+        output, lse = _merged(output, lse, None if level is None else (next(given), next(given)), size)
     return output, lse
 
 
@@ -202,17 +203,19 @@ class _Plan(NamedTuple):
         lengths = np.minimum(ends[sequence] - token, per_page) - low
         starts = pages * page_rows + low
         readers = np.arange(len(pages) + 1)
-        if len(counts) > 1:
+        # Much faster than to find the order of pages, which is needed only if some are shared.
+        if len(counts) > 1 and np.bincount(pages).max() > 1:
             alike = starts * (per_page + 1) + lengths
-            ordered = np.sort(alike)  # much faster than to find the order, which is needed only if pages are shared
+            order = np.argsort(alike, kind="stable")
+            ordered = alike[order]
             changes = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-            if len(changes) + 1 < len(pages):
-                order = np.argsort(alike, kind="stable")
-                place = np.empty_like(order)
-                place[order] = np.arange(len(order))
-                readers = _divided(np.concatenate(([0], changes, [len(order)])), most)
-                starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
-                sequence = sequence[order]
+            place[order] = np.arange(len(order))
+            readers = _divided(np.concatenate(([0], changes, [len(order)])), most)
+            starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
+            sequence = sequence[order]
+        elif counts.min() == counts.max() <= MERGED:
+            all_in_order = [int(counts[0])] if counts[0] > 1 else []
+            return _Plan(readers, np.append(starts, 0), lengths, sequence, [None for _ in all_in_order], all_in_order)
         levels, sizes = _levels(counts, place)
         return _Plan(readers, np.append(starts, 0), lengths, sequence, levels, sizes)
 
@@ -245,21 +248,23 @@ def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[N
         counts, place = groups, np.arange(len(sequence))
 
 
+def _chosen(level: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Which results are merged, and what is added to their lses, as bits of float32: nothing, or -inf where there is
+    none.
+    """
+    index = level.ravel().astype(np.int32)
+    absent = index < 0
+    return np.where(absent, ~index, index), np.where(absent, _MINUS_INFINITY, np.int32(0))
+
+
 def _merged(
-    output: torch.Tensor, lse: torch.Tensor, index: torch.Tensor | None, size: int
+    output: torch.Tensor, lse: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor] | None, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [G, R, Hk, D] and lse [G, R, Hk] in float32, of outputs [E, R, Hk, D] and lses [E, R, Hk] over disjoint
-    keys: those at index [G * size].
+    keys: those that are `_chosen`, [G * size], or all. Where all lses are -inf, the output is NaN.
     """
-    if index is not None:
-        absent = index < 0
-        at = torch.where(absent, ~index, index)
-        output, lse = output.index_select(0, at), lse.index_select(0, at)
-        lse = lse.masked_fill(absent[:, None, None], -torch.inf)
+    if chosen is not None:
+        at, added = chosen
+        output, lse = output.index_select(0, at), lse.index_select(0, at) + added.view(torch.float32)[:, None, None]
     output, lse = (each.view(-1, size, *each.shape[1:]) for each in (output, lse))
-    top = lse.amax(1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(lse - top)
-    total = weights.sum(1)
-    summed = (output * weights.unsqueeze(-1)).sum(1)
-    return summed / total.masked_fill(total == 0, 1).unsqueeze(-1), total.log() + top.squeeze(1)
+    return (output * lse.softmax(1).unsqueeze(-1)).sum(1), lse.logsumexp(1)

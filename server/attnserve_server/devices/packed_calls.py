@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -37,9 +37,13 @@ LOOKED_AT: Final = 256 << 10
 REARRANGED: Final = 128 << 10
 """Rows of up to this many bytes are brought into the order of a reply on the host."""
 
-_BITS: Final = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+BITS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 """What elements of some bytes are copied and looked at as: NumPy has no fast operations on half precisions."""
-_EXPONENT: Final = {pb.DATA_TYPE_FLOAT32: 0x7F80_0000, pb.DATA_TYPE_FLOAT16: 0x7C00, pb.DATA_TYPE_BFLOAT16: 0x7F80}
+_EXPONENT: Final[dict[int, int]] = {
+    pb.DATA_TYPE_FLOAT32: 0x7F80_0000,
+    pb.DATA_TYPE_FLOAT16: 0x7C00,
+    pb.DATA_TYPE_BFLOAT16: 0x7F80,
+}
 """The bits that are all set in what is not finite."""
 
 Bits: TypeAlias = NDArray[Any]
@@ -129,11 +133,14 @@ class _Call:
         )
         # float32 [T, Hq]: to each query the sinks of its request.
         sink_bytes = 4 * queries * problem.query_heads if "sinks" in problem.tensors else 0
-        starts = [_starts([(piece.sequences, length(piece)) for piece in pieces]) for length in (_queries, _keys)]
+        starts = [
+            _starts((piece.sequences, piece.query_length) for piece in pieces),
+            _starts((piece.sequences, piece.kv_length) for piece in pieces),
+        ]
         sizes = [*(self._item_bytes * a * b * c for _, (a, b, c) in inputs), sink_bytes, *(s.nbytes for s in starts)]
         begins = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         raw = self._transfers.allocate(begins[-1])
-        host, bits = raw.numpy(), _BITS[self._item_bytes]
+        host, bits = raw.numpy(), BITS[self._item_bytes]
         for (name, shape), begin, size, after in zip(inputs, begins, sizes, begins[1:], strict=False):
             host[begin + size : after] = 0  # a gap is looked at, too
             self._fill(name, host[begin : begin + size].view(bits).reshape(shape))
@@ -175,13 +182,14 @@ class _Call:
     def run(self) -> None:
         """Computes it, and has the results fetched."""
         problem, (query, key, value) = self._problem, self._inputs
-        sinks = self._sent_sinks
+        (query_starts, kv_starts), sinks = self._starts, self._sent_sinks
         result = self._kernel.attend(
             RaggedCall(
                 query,
                 key,
                 value,
-                *self._starts,
+                query_starts,
+                kv_starts,
                 max(piece.query_length for piece in self._pieces),
                 max(piece.kv_length for piece in self._pieces),
                 problem.scale,
@@ -209,7 +217,7 @@ class _Call:
         """The members of which any input is not finite."""
         if self._is_finite or (self._sum is not None and isfinite(self._sum.item())):
             return set()
-        bits, dtype = _BITS[self._item_bytes], self._problem.dtype
+        bits, dtype = BITS[self._item_bytes], self._problem.dtype
         return {
             piece.member
             for piece in self._pieces
@@ -219,10 +227,10 @@ class _Call:
 
     def found(self) -> Iterator[_Found]:
         """The results of each piece."""
-        heads, width, bits = self._problem.query_heads, self._problem.value_dim, _BITS[self._item_bytes]
+        heads, width = self._problem.query_heads, self._problem.value_dim
         lse = None if self._lse is None else self._lse.numpy()
-        whole = _bytes(self._fetched)
-        rows = np.frombuffer(whole, bits).reshape(-1, heads, width)
+        rows = as_bits(self._fetched)
+        whole = bytes_of(rows)
         apart = iter(self._fetched_apart)
         begin = 0
         for piece in self._pieces:
@@ -233,36 +241,26 @@ class _Call:
                 yield _Found(piece, rows[begin:stop].reshape(shape), own_lse, begin * rows.strides[0], whole)
             else:
                 shape = piece.sequences, heads, piece.query_length, width
-                output = np.frombuffer(_bytes(next(apart)), bits).reshape(shape).swapaxes(1, 2)
+                output = as_bits(next(apart)).reshape(shape).swapaxes(1, 2)
                 yield _Found(piece, output, own_lse, 0, None)
             begin = stop
 
 
-def _queries(piece: Piece) -> int:
-    return piece.query_length
-
-
-def _keys(piece: Piece) -> int:
-    return piece.kv_length
-
-
-def _starts(lengths: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
+def _starts(lengths: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
     """Where sequences begin, and the last one ends, of so many with the same length each."""
-    counts, each = zip(*lengths, strict=True)
-    return np.concatenate(([0], np.repeat(each, counts).cumsum())).astype(np.int32)
+    each = itertools.chain.from_iterable(itertools.repeat(length, count) for count, length in lengths)
+    return np.array([*itertools.accumulate(each, initial=0)], np.int32)
 
 
 def _part(request: Request, name: str, piece: Piece, bits: np.dtype[Any]) -> Bits:
     """A piece's part [N, L, H, D] of the queries, keys or values of a request."""
     problem = request.problem
-    array = _with_axes(np.frombuffer(request.payload(name), bits).reshape(problem.tensors[name].shape), problem)
-    start, length = (
-        (piece.query_start, piece.query_length) if name == "query" else (piece.kv_start, piece.kv_length)
-    )
+    array = with_axes(np.frombuffer(request.payload(name), bits).reshape(problem.tensors[name].shape), problem)
+    start, length = (piece.query_start, piece.query_length) if name == "query" else (piece.kv_start, piece.kv_length)
     return array[piece.first : piece.first + piece.sequences, start : start + length]
 
 
-def _with_axes(array: Bits, problem: Problem) -> Bits:
+def with_axes(array: Bits, problem: Problem) -> Bits:
     """A tensor of a request, or of its reply, as [N, L, H, D]; N is 1 where sequences are packed."""
     if array.ndim == 2:
         return array[None, :, None]
@@ -301,7 +299,7 @@ def _output(problem: Problem, found: Sequence[_Found]) -> memoryview:
     if first.whole is not None and _is_in_order(problem, found):
         return first.whole[first.begin : first.begin + sum(each.output.nbytes for each in found)]
     if first.whole is None and len(found) == 1:
-        return memoryview(first.output.swapaxes(1, 2).reshape(-1)).cast("B")
+        return bytes_of(first.output.swapaxes(1, 2))
     heads, length, width = problem.query_heads, problem.query_length, problem.value_dim
     sequences = 1 if problem.packed else problem.batch
     shape = (sequences, length, heads, width) if problem.tokens_first else (sequences, heads, length, width)
@@ -310,7 +308,7 @@ def _output(problem: Problem, found: Sequence[_Found]) -> memoryview:
     for piece, part, *_ in found:
         start = piece.query_start
         rows[piece.first : piece.first + piece.sequences, start : start + piece.query_length] = part
-    return memoryview(output.reshape(-1)).cast("B")
+    return bytes_of(output)
 
 
 def _is_in_order(problem: Problem, found: Sequence[_Found]) -> bool:
@@ -332,8 +330,14 @@ def _lse(problem: Problem, found: Sequence[_Found]) -> memoryview:
         start, length = piece.query_start, piece.query_length
         rows = part.reshape(heads, piece.sequences, length).swapaxes(0, 1)
         lse[piece.first : piece.first + piece.sequences, :, start : start + length] = rows
-    return memoryview(lse.reshape(-1)).cast("B")
+    return bytes_of(lse)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+def as_bits(tensor: torch.Tensor) -> Bits:
+    """A packed host tensor of 2 or 4 bytes an element, as an array."""
+    return tensor.view(-1).view(torch.uint8).numpy().view(BITS[tensor.element_size()]).reshape(tensor.shape)
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array; of a copy, if it is not packed."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

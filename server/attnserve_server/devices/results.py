@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -57,7 +57,16 @@ def collect(
 
 def fetched(device: Device, arranged: Sequence[Parts]) -> list[RequestResult]:
     """The results that replies carry, from tensors in the layouts of replies; all are fetched to the host together."""
-    here = iter(device.fetch([part.contiguous() for parts in arranged for part in parts if part is not None]))
+    return results_of(arranged, iter(device.fetch(tensors_of(arranged))))
+
+
+def tensors_of(arranged: Sequence[Parts]) -> list[torch.Tensor]:
+    """The tensors in the layouts of replies that are to be fetched, packed."""
+    return [part.contiguous() for parts in arranged for part in parts if part is not None]
+
+
+def results_of(arranged: Sequence[Parts], here: Iterator[torch.Tensor]) -> list[RequestResult]:
+    """The results that replies carry, from these tensors on the host."""
     found = ([None if part is None else rows_of_bytes(next(here), 1)[0] for part in parts] for parts in arranged)
     return [RequestResult(output, lse, scores) for output, lse, scores in found]  # type: ignore[arg-type]
 

@@ -4,9 +4,10 @@ The kernel's traps are handled here: rows of queries, keys and values are padded
 biases to 16, and all begin at multiples of 16 bytes, as its loads want them; the lse comes in rows of 32, and is cut;
 it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
 masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
-bias are computed in float32); and rows with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at
-excluded places may get through, but only as NaN or inf: the result says which sequences have any, and its reader has
-those computed again.
+bias are computed in float32); it makes a product of float32 of three of TF32, which lose the last two bits of each
+factor (given keys in two parts, it loses only those of the queries, and is as exact as float32: `_in_parts`); and rows
+with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at excluded places may get through, but only as
+NaN or inf: the result says which sequences have any, and its reader has those computed again.
 
 Run on a GPU with torch 2.11; for 2.13 and 2.15 written from torch's sources, and its planning tested on CPU tensors.
 """
@@ -98,7 +99,10 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         bias = excluded.new_zeros((), dtype=dtype) if bias is None else bias
         bias = bias.masked_fill(excluded, -torch.inf)
     query, scale = positive_scale(call.query.to(dtype), call.scale)
-    output, lse = _run(query, key.to(dtype), value.to(dtype), bias, causal, scale)
+    key = key.to(dtype)
+    if call.query.dtype == torch.float32:
+        query, key = _in_parts(query, key)
+    output, lse = _run(query, key, value.to(dtype), bias, causal, scale)
     output = output[..., :width].to(call.query.dtype)
     finite = torch.isfinite(lse)
     if bias is not None and (excluded is not None or call.bias is not None):
@@ -153,6 +157,14 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return padded(tensor, _rounded(width, ROW_ELEMENTS))
 
 
+def _in_parts(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys in float32 of twice the width and with the same products: the keys as the sum of what TF32 holds
+    of them and of the rest.
+    """
+    held = (key.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return torch.cat((query, query), -1), torch.cat((held, key - held), -1)
+
+
 def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
@@ -172,6 +184,7 @@ def attend_ragged(call: RaggedCall) -> RaggedResult:
     query, key, value = (
         padded(tensor, _rounded(tensor.shape[-1], ROW_ELEMENTS)) for tensor in (query, call.key, call.value)
     )
+    query, key = _in_parts(query, key)
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output, lse, *_ = _efficient_ragged(

@@ -2,9 +2,9 @@
 
 Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
 comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. Half
-precisions, and on CUDA all but float64, are computed in float32, which takes a half to a quarter of the time, and again
-in float64 where scores have left the range of float32. On CUDA, whether they have, and whether values are finite, is
-reported (`suspect`), not waited for.
+precisions, and on CUDA float32 without learned scores, whose sums add to the error, are computed in float32, which
+takes a half to a quarter of the time, and again in float64 where scores have left the range of float32. On CUDA,
+whether they have, and whether values are finite, is reported (`suspect`), not waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import NamedTuple
 import torch
 
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.call import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, part_of
+from attnserve_server.kernels.call import (
+    AdditiveScore,
+    AttentionCall,
+    AttentionResult,
+    GeneralScore,
+    accumulation_dtype,
+    part_of,
+)
 from attnserve_server.requests.factors import MAX_FACTOR
 
 NAME = "math"
@@ -88,13 +95,13 @@ def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor
     )
 
 
-def written_out_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype that this kernel computes such queries in, at first: parameters of scores that have it need no
-    conversion.
+def written_out_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
+    """The dtype that this kernel computes such queries in, at first, with a learned score or without: parameters of
+    scores that have it need no conversion.
     """
-    if query.dtype == torch.float64 or (query.device.type == "cpu" and query.dtype == torch.float32):
+    if query.dtype == torch.float32 and (learned or query.device.type == "cpu"):
         return torch.float64
-    return torch.float32
+    return accumulation_dtype(query.dtype)
 
 
 def needs_float64(scale: float, softcap: float) -> bool:
@@ -110,7 +117,9 @@ def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> boo
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
     """The dtype to compute a call in, at first."""
-    return torch.float64 if needs_float64(call.scale, call.softcap) else written_out_dtype(call.query)
+    if needs_float64(call.scale, call.softcap):
+        return torch.float64
+    return written_out_dtype(call.query, call.score is not None)
 
 
 def _units(call: AttentionCall) -> int:

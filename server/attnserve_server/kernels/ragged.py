@@ -97,7 +97,7 @@ def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     if not begins_aligned(tensor):  # a part of one row is packed, too, wherever it begins
         tensor = tensor.clone()
     # Kernels check strides; an axis of length 1 can have any, even in a packed tensor, but not in a view of a flat one.
-    return tensor.view(-1).view(tensor.shape)
+    return tensor if 1 not in tensor.shape else tensor.view(-1).view(tensor.shape)
 
 
 def begins_aligned(tensor: torch.Tensor) -> bool:

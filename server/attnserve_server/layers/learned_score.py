@@ -25,7 +25,7 @@ class LearnedScoreHead:
     ) -> None:
         # In the kernel's dtype: it would convert them again for every sequence.
         wide = {
-            name: values.to(math.written_out_dtype(values))
+            name: values.to(math.written_out_dtype(values, learned=True))
             for name, values in parameters.items()
             if not name.startswith("value.")
         }
