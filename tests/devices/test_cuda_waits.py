@@ -34,6 +34,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.stream, self.asked = stream, stream.asked
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         self.stream.waited = max(self.stream.waited, self.asked)
 

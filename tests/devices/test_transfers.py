@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from math import inf
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -157,34 +158,62 @@ def test_copies_to_the_device_wait_for_nothing(machine: Machine, monkeypatch: py
 
 
 class Event:
-    """An event that can be waited for."""
+    """An event that can be waited for, and is reached when it has been looked at so many times."""
+
+    looks: ClassVar[float]
+    waited: ClassVar[list[tuple[Stream, int]]]
+    slept: ClassVar[int]
 
     def __init__(self, blocking: bool) -> None:
         assert blocking, "the thread is to sleep"
+        self._left = Event.looks
 
     def record(self, stream: Stream) -> None:
-        self.stream, self.place = stream, stream.behind[stream]
+        self.place = stream, stream.behind[stream]
 
-    def synchronize(self) -> tuple[Stream, int]:
-        return self.stream, self.place
+    def query(self) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            Event.waited.append(self.place)
+        return self._left < 0
+
+    def synchronize(self) -> None:
+        Event.waited.append(self.place)
+        Event.slept += 1
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
+    """Events in the place of torch's; nobody has waited for any."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.looks, Event.waited, Event.slept = 0, [], 0
+    return Event
+
+
+@pytest.mark.parametrize(("looks", "slept"), [(0, 0), (3, 0), (inf, 1)])
+def test_a_thread_that_waits_for_long_sleeps(machine: Machine, events: type[Event], looks: float, slept: int) -> None:
+    events.looks = looks
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    transfers.asked().until_computed()
+    assert (len(events.waited), events.slept) == (1, slept)
 
 
 @pytest.mark.parametrize(("at_once", "stream"), [(12, "_compute_stream"), (11, "_fetch_stream")])
 def test_what_is_little_is_copied_between_kernels(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, at_once: int, stream: str
+    machine: Machine, events: type[Event], monkeypatch: pytest.MonkeyPatch, at_once: int, stream: str
 ) -> None:
     """And is there once what computes has got that far: nothing else is waited for, also if another thread has much
     copied back.
     """
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(transfers_module, "AT_ONCE", at_once)
     transfers: Any = CudaTransfers(torch.device("cuda", 0))
     monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
     uploaded = transfers.upload(HostMemory(machine))
     assert (uploaded.home is machine.default) == (stream == "_compute_stream")
     fetched = transfers.fetch(machine.new())
-    asked = transfers.asked()
-    assert asked.until_fetched() == (getattr(transfers, stream), fetched.written)
+    transfers.asked().until_fetched()
+    assert events.waited == [(getattr(transfers, stream), fetched.written)]
     with ThreadPoolExecutor(1) as other:
         other.submit(lambda: setattr(transfers._thread, "fetches", True)).result()
-    assert transfers.asked().until_fetched()[0] is machine.default
+    transfers.asked().until_fetched()
+    assert events.waited[-1][0] is machine.default

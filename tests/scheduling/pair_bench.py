@@ -75,15 +75,18 @@ class Batch:
     def __init__(self, requests: Sequence[Asked]) -> None:
         self.requests = list(requests)
         self.may_end = threading.Event()
+        self.thread = threading.current_thread()
 
 
 class PairDevice:
     """A device for two batches at a time, which fails as its requests say."""
 
-    inline_flops = -1
+    inline_bytes = 12  # of messages and replies
+    is_eager = False
     depth = 2
 
-    def __init__(self) -> None:
+    def __init__(self, inline_flops: int = -1) -> None:
+        self.inline_flops = inline_flops
         self.batches: list[Batch] = []
         """All batches that it was ever given, in order."""
         self.held = True
@@ -143,8 +146,10 @@ class PairDevice:
 class PairBench:
     """An engine on a `PairDevice`, and the callers' side of it."""
 
-    def __init__(self, max_batch_requests: int = 64, max_batch_flops: int = 10**12) -> None:
-        self.device: Any = PairDevice()
+    def __init__(
+        self, max_batch_requests: int = 64, max_batch_flops: int = 10**12, device: PairDevice | None = None
+    ) -> None:
+        self.device: Any = device or PairDevice()
         self.admission = Admission(10**6, 10**12, 10**15)
         self.metrics = Metrics("0", "0", "cpu")
         self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)

@@ -25,7 +25,7 @@ from attnserve_server.kernels import ScatteredCall, varlen_cuda
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.ragged import MAX_SEQUENCES
 
-MERGED: Final = 32
+MERGED: Final = 64
 """The most results that are merged at once."""
 CALL_BYTES: Final = 1 << 28
 """The most bytes of copies of queries and of results over pages in one call; a single query may have more."""

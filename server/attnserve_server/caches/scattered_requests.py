@@ -22,6 +22,7 @@ from attnserve_server.devices.packed_calls import BITS, as_bits, bytes_of, with_
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64
+from attnserve_server.kernels.ragged import MAX_SEQUENCES
 from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:
@@ -120,8 +121,12 @@ def _reaches(request: CachedRequest, pool: PagePool) -> list[Reach] | None:
     """The range of each sequence; None if one of them has none."""
     problem, reaches = request.problem, []
     per_page = pool.tokens_per_page(request.uses[0].cache.shape)
+    everything, longest = problem.window == (-1, -1), per_page * MAX_SEQUENCES
     for use, keys, offset in zip(request.uses, request.kv_lengths, request.offsets, strict=True):
         pages = use.cache.table(use.layer).numbers
+        if everything and 0 < keys <= longest and (offset >= keys - 1 or not problem.causal):  # nearly always
+            reaches.append(Reach(pages, 0, keys))
+            continue
         own = reach(pages, per_page, problem.query_length, keys, offset, problem.causal, problem.window)
         if own is None:
             return None

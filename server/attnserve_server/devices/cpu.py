@@ -7,6 +7,7 @@ threads would. The native kernel computes what it can, the kernels on torch tens
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,8 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
+        self.inline_bytes = sys.maxsize  # what is more takes more operations
+        self.is_eager = True
         self.description = cpus.model()
         self.native = native
         self.instructions = "" if native is None else native.instructions

@@ -70,8 +70,14 @@ class CudaDevice:
 
     threads = 0
     instructions = ""
-    inline_flops = -1
-    """Nothing runs on the caller's thread, not even a batch without work: it would wait for the device."""
+    inline_flops = 500_000_000
+    """Some 10 to 100 microseconds of the device, which are fewer than a thread takes to wake up."""
+
+    inline_bytes = 1 << 20
+    """Copying these takes no longer."""
+
+    is_eager = False
+    """Launching a batch takes longer than reading another request."""
 
     depth = 2
     """One batch computes while another is staged."""

@@ -43,7 +43,13 @@ class Device(Compute, Protocol):
     """The instruction set of the native kernel, such as `AVX-512`; empty where there is none."""
 
     inline_flops: int
-    """Batches below this many FLOPs run faster on the caller's thread than on another."""
+    """Batches of up to this many FLOPs run faster on the caller's thread than on another, unless it has another one."""
+
+    inline_bytes: int
+    """And of requests and replies of up to so many bytes together."""
+
+    is_eager: bool
+    """Whether such a batch takes less time than others would to join it."""
 
     depth: int
     """How many batches it takes at a time, each on a thread of its own: 1 where staging takes the processors that

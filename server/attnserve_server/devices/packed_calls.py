@@ -1,10 +1,10 @@
 """A pack's tensors: to a ragged kernel, sequences of many requests end to end, tokens first, and back into replies.
 
 In: the pieces of a pack, and the payloads of its requests. Out: what replies carry. All inputs of a call are copied to
-one block of host memory in the order in which the kernel reads them, and go to the device at once: every operation
-there takes some microseconds to launch, which is what small batches wait for, and rearranging while copying costs the
-host next to nothing. Whether inputs are finite is looked at in the same place if they are few, else on the device. The
-rows of replies that do not have the kernel's order are rearranged likewise: few on the host, many on the device.
+one block of host memory and go to the device at once: every operation there takes some microseconds to launch, which is
+what small batches wait for. What does not have the kernel's order is rearranged while it is copied if it is little,
+which costs the host next to nothing, else on the device; and so is what goes into replies. Whether inputs are finite is
+looked at likewise.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 LOOKED_AT: Final = 256 << 10
 """Whether all inputs of a call of up to this many bytes are finite is found on the host."""
-REARRANGED: Final = 128 << 10
-"""Rows of up to this many bytes are brought into the order of a reply on the host."""
+REARRANGED: Final = 512 << 10
+"""Tensors of a piece of up to this many bytes are brought into the kernel's order, or out of it, on the host: on the
+device, each takes some operations more."""
 
 BITS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 """What elements of some bytes are copied and looked at as: NumPy has no fast operations on half precisions."""
@@ -98,78 +99,108 @@ class _Found(NamedTuple):
     whole: memoryview | None
 
 
+class _Input(NamedTuple):
+    """Queries, keys or values [T, heads, width] of a call."""
+
+    name: str
+    tokens: int
+    heads: int
+    width: int
+    item_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[T, heads, width]."""
+        return self.tokens, self.heads, self.width
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.tokens * self.heads * self.width * self.item_bytes
+
+    def length(self, piece: Piece) -> int:
+        """The tokens of each sequence of a piece."""
+        return piece.query_length if self.name == "query" else piece.kv_length
+
+
 class _Call:
     """One call of a kernel."""
 
     def __init__(
         self, pack: Pack, window: Window, pieces: list[Piece], members: Sequence[Request], transfers: Transfers
     ) -> None:
-        self._problem, self._kernel, self._window, self._members = pack.problem, pack.kernel, window, members
+        problem = pack.problem
+        self._problem, self._kernel, self._window, self._members = problem, pack.kernel, window, members
         self._transfers = transfers
         # What is rearranged on the device is fetched piece by piece, the rest in one go.
-        self._apart = [piece for piece in pieces if self._is_large(members[piece.member].problem, piece)]
-        self._together = [piece for piece in pieces if not self._is_large(members[piece.member].problem, piece)]
+        self._apart = [piece for piece in pieces if self._is_fetched_apart(piece)]
+        self._together = [piece for piece in pieces if not self._is_fetched_apart(piece)]
         self._pieces = self._together + self._apart
+        queries, keys = sum(piece.queries for piece in pieces), sum(piece.keys for piece in pieces)
+        item_bytes = TORCH[problem.dtype].itemsize
+        self._inputs = (
+            _Input("query", queries, problem.query_heads, problem.head_dim, item_bytes),
+            _Input("key", keys, problem.kv_heads, problem.key_dim, item_bytes),
+            _Input("value", keys, problem.kv_heads, problem.value_dim, item_bytes),
+        )
         self._stage()
 
-    def _is_large(self, problem: Problem, piece: Piece) -> bool:
-        """Whether a piece's rows are to be rearranged on the device."""
-        if _has_kernel_order(problem, piece):
-            return False
-        return piece.queries * problem.query_heads * problem.value_dim * self._item_bytes > REARRANGED
+    def _is_fetched_apart(self, piece: Piece) -> bool:
+        problem = self._members[piece.member].problem
+        return _is_rearranged(problem, piece.sequences, piece.query_length, problem.query_heads, problem.value_dim)
 
-    @property
-    def _item_bytes(self) -> int:
-        return TORCH[self._problem.dtype].itemsize
+    def _is_sent_raw(self, each: _Input, piece: Piece) -> bool:
+        """Whether a piece is sent as it is, to be rearranged on the device."""
+        problem = self._members[piece.member].problem
+        return _is_rearranged(problem, piece.sequences, each.length(piece), each.heads, each.width)
 
     def _stage(self) -> None:
-        """Copies the inputs, in the kernel's order, and sends them."""
-        problem, pieces = self._problem, self._pieces
-        queries, keys = sum(piece.queries for piece in pieces), sum(piece.keys for piece in pieces)
-        inputs = (
-            ("query", (queries, problem.query_heads, problem.head_dim)),
-            ("key", (keys, problem.kv_heads, problem.key_dim)),
-            ("value", (keys, problem.kv_heads, problem.value_dim)),
-        )
+        """Copies the inputs, in the kernel's order or raw, and sends them."""
+        problem, pieces, inputs = self._problem, self._pieces, self._inputs
+        queries = inputs[0].tokens
         # float32 [T, Hq]: to each query the sinks of its request.
         sink_bytes = 4 * queries * problem.query_heads if "sinks" in problem.tensors else 0
         starts = [
             _starts((piece.sequences, piece.query_length) for piece in pieces),
             _starts((piece.sequences, piece.kv_length) for piece in pieces),
         ]
-        sizes = [*(self._item_bytes * a * b * c for _, (a, b, c) in inputs), sink_bytes, *(s.nbytes for s in starts)]
+        sizes = [*(each.size for each in inputs), sink_bytes, *(each.nbytes for each in starts)]
         begins = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         raw = self._transfers.allocate(begins[-1])
-        host, bits = raw.numpy(), BITS[self._item_bytes]
-        for (name, shape), begin, size, after in zip(inputs, begins, sizes, begins[1:], strict=False):
-            host[begin + size : after] = 0  # a gap is looked at, too
-            self._fill(name, host[begin : begin + size].view(bits).reshape(shape))
+        host, bits = raw.numpy(), BITS[inputs[0].item_bytes]
+        for each, begin, after in zip(inputs, begins, begins[1:], strict=False):
+            stop = begin + each.size
+            host[stop:after] = 0  # a gap is looked at, too
+            self._fill(each, host[begin:stop].view(bits).reshape(each.shape))
         if sink_bytes:
             host[begins[3] : begins[3] + sink_bytes].view(np.float32).reshape(queries, -1)[...] = self._sinks()
-        for begin, size, each in zip(begins[4:], sizes[4:], starts, strict=False):
-            host[begin : begin + size].view(np.int32)[...] = each
+        for begin, places in zip(begins[4:], starts, strict=False):
+            host[begin : begin + places.nbytes].view(np.int32)[...] = places
         elements = begins[3]
         self._looked_at = elements <= LOOKED_AT
         self._is_finite = self._looked_at and _is_finite(host[:elements].view(bits), problem.dtype)
         sent = self._transfers.upload(raw)
         self._elements = sent[:elements].view(TORCH[problem.dtype])
-        self._inputs = [
-            self._elements.as_strided(shape, (shape[1] * shape[2], shape[2], 1), begin // self._item_bytes)
-            for (_, shape), begin in zip(inputs, begins, strict=False)
+        self._sent = [
+            self._elements.as_strided(each.shape, (each.heads * each.width, each.width, 1), begin // each.item_bytes)
+            for each, begin in zip(inputs, begins, strict=False)
         ]
         self._sent_sinks = None
         if sink_bytes:
             self._sent_sinks = sent[begins[3] : begins[3] + sink_bytes].view(torch.float32).view(queries, -1)
         self._starts = [
-            sent[begin : begin + size].view(torch.int32) for begin, size in zip(begins[4:], sizes[4:], strict=False)
+            sent[begin : begin + places.nbytes].view(torch.int32)
+            for begin, places in zip(begins[4:], starts, strict=False)
         ]
 
-    def _fill(self, name: str, rows: Bits) -> None:
-        """Copies the rows [tokens, heads, width] of a tensor."""
+    def _fill(self, each: _Input, rows: Bits) -> None:
+        """Copies the rows [T, heads, width] of an input."""
         begin = 0
         for piece in self._pieces:
-            source = _part(self._members[piece.member], name, piece, rows.dtype)
+            source = _part(self._members[piece.member], each.name, piece, rows.dtype)
             count = source.shape[0] * source.shape[1]
+            if self._is_sent_raw(each, piece):
+                source = source.swapaxes(1, 2)
             # Copying large arrays, NumPy lets others have the interpreter: they go on receiving and launching.
             np.copyto(rows[begin : begin + count].reshape(source.shape), source)
             begin += count
@@ -179,9 +210,25 @@ class _Call:
         each = np.stack([_sinks(self._members[piece.member]) for piece in self._pieces])
         return np.repeat(each, [piece.queries for piece in self._pieces], axis=0)
 
+    def _in_order(self, each: _Input, sent: torch.Tensor) -> torch.Tensor:
+        """An input in the kernel's order, on the device."""
+        if not any(self._is_sent_raw(each, piece) for piece in self._pieces):
+            return sent
+        ordered, begin = torch.empty_like(sent), 0
+        for piece in self._pieces:
+            length = each.length(piece)
+            stop = begin + piece.sequences * length
+            rows = sent[begin:stop]
+            if self._is_sent_raw(each, piece):
+                rows = rows.view(piece.sequences, each.heads, length, each.width).transpose(1, 2)
+            ordered[begin:stop].view(rows.shape).copy_(rows)
+            begin = stop
+        return ordered
+
     def run(self) -> None:
         """Computes it, and has the results fetched."""
-        problem, (query, key, value) = self._problem, self._inputs
+        problem = self._problem
+        query, key, value = (self._in_order(*each) for each in zip(self._inputs, self._sent, strict=True))
         (query_starts, kv_starts), sinks = self._starts, self._sent_sinks
         result = self._kernel.attend(
             RaggedCall(
@@ -217,7 +264,7 @@ class _Call:
         """The members of which any input is not finite."""
         if self._is_finite or (self._sum is not None and isfinite(self._sum.item())):
             return set()
-        bits, dtype = BITS[self._item_bytes], self._problem.dtype
+        bits, dtype = BITS[self._inputs[0].item_bytes], self._problem.dtype
         return {
             piece.member
             for piece in self._pieces
@@ -281,9 +328,15 @@ def _is_finite(bits: Bits, dtype: int) -> bool:
     return not ((bits & exponent) == exponent).any()
 
 
-def _has_kernel_order(problem: Problem, piece: Piece) -> bool:
-    """Whether the rows of a piece lie in a reply as in a kernel's output."""
-    return problem.tokens_first or piece.query_length == 1 or problem.query_heads == 1
+def _has_kernel_order(problem: Problem, length: int, heads: int) -> bool:
+    """Whether sequences of a length lie in a request or reply as in a kernel's inputs and output."""
+    return problem.tokens_first or length == 1 or heads == 1
+
+
+def _is_rearranged(problem: Problem, sequences: int, length: int, heads: int, width: int) -> bool:
+    """Whether such sequences are brought into the kernel's order, or out of it, on the device."""
+    size = sequences * length * heads * width * TORCH[problem.dtype].itemsize
+    return size > REARRANGED and not _has_kernel_order(problem, length, heads)
 
 
 def _result(problem: Problem, found: Sequence[_Found]) -> RequestResult:
@@ -315,7 +368,8 @@ def _is_in_order(problem: Problem, found: Sequence[_Found]) -> bool:
     """Whether the rows of pieces were fetched in the order of the reply, one piece after the other."""
     place = found[0].begin
     for each in found:
-        if each.whole is not found[0].whole or each.begin != place or not _has_kernel_order(problem, each.piece):
+        has_order = _has_kernel_order(problem, each.piece.query_length, problem.query_heads)
+        if each.whole is not found[0].whole or each.begin != place or not has_order:
             return False
         place += each.output.nbytes
     return True

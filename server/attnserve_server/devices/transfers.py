@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import local
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,8 @@ MAX_PINNED = 1 << 30
 """Blocks above this many bytes are ordinary memory: copying them blocks, but nothing stays pinned."""
 AT_ONCE = 1 << 20
 """Up to so many bytes are copied on the compute stream."""
+AWAKE_S = 100e-6
+"""How long a thread that waits for the device stays awake."""
 WARM_BLOCKS = 4
 """Pinned blocks of each size that are allocated at the start: inputs and outputs of two batches."""
 WARM_POWERS = range(12, 26)
@@ -120,8 +123,8 @@ class CudaTransfers:
         """How far the streams have to get that compute and, if this thread has had anything copied back there since it
         last asked, copy back.
         """
-        computed = _mark(self._compute_stream).synchronize
-        fetched = _mark(self._fetch_stream).synchronize if self._thread.fetches else computed
+        computed = _mark(self._compute_stream)
+        fetched = _mark(self._fetch_stream) if self._thread.fetches else computed
         self._thread.fetches = False
         return Asked(computed, fetched)
 
@@ -135,8 +138,18 @@ class CudaTransfers:
         torch.cuda.synchronize(self._device)
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """All work of a stream so far; a thread that waits for it sleeps, instead of spinning beside the event loop."""
+def _mark(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """A wait for all work of a stream so far. A thread sleeps while it waits, instead of spinning beside the event
+    loop, but not at once: to be woken takes longer than little work does.
+    """
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
-    return event
+
+    def wait() -> None:
+        asleep = perf_counter() + AWAKE_S
+        while not event.query():  # type: ignore[no-untyped-call]
+            if perf_counter() > asleep:
+                event.synchronize()
+                return
+
+    return wait

@@ -2,7 +2,8 @@
 
 In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
 outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
-thread costs more than computing it; a larger one in a thread, while the loop receives and decodes what comes next.
+thread costs more than computing it, unless it would wait for another; a larger one in a thread, while the loop receives
+and decodes what comes next.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Worker:
         self._device = device
         self.inline_flops = device.inline_flops
         """The most that a batch computed on the loop may cost, in FLOPs."""
+        self.is_eager = device.is_eager
+        """Whether such a batch is not worth the loop's next turn."""
         self.depth = device.depth
         """How many batches the device takes at a time."""
         self._computed = computed
@@ -99,11 +102,16 @@ class Worker:
         """Computes the batch that was taken last, which should take `seconds` by itself."""
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
         batch = run.batch
-        if batch.cost <= self.inline_flops:
+        if len(self.runs) == 1 and self._is_small(batch):
             self._computed(run, compute(self._device, batch.entries, self._lock))
         else:
             future = self._loop.run_in_executor(self._threads, compute, self._device, batch.entries, self._lock)
             future.add_done_callback(partial(self._hand_over, run))
+
+    def _is_small(self, batch: Batch[Entry]) -> bool:
+        return (
+            batch.cost <= self.inline_flops and sum(entry.size for entry in batch.entries) <= self._device.inline_bytes
+        )
 
     def free(self, run: Run, now: float) -> float:
         """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
