@@ -78,6 +78,22 @@ def test_the_default_on_a_gpu_is_half_of_what_is_free_there() -> None:
     assert open_caches(Config(cache_bytes=5 * GIB), device).store.pool_bytes == 5 * GIB
 
 
+@pytest.mark.parametrize(
+    ("pool", "page", "expected"),
+    [
+        (0, 0, (512 << 10, 2 << 20)),
+        (1 << 20, 0, (512 << 10, 1 << 20)),
+        (5000, 0, (4992, 4992)),
+        (0, 4096, (4096, 4096)),
+    ],
+)
+def test_pages_are_larger_on_a_gpu(pool: int, page: int, expected: tuple[int, int]) -> None:
+    """Unless the pool is smaller."""
+    for device, size in zip((open_device("cpu", 1, 0), Gpu()), expected, strict=True):
+        host = open_caches(Config(cache_bytes=pool, cache_page_bytes=page), device)  # type: ignore[arg-type]
+        assert host.store.page_bytes == size
+
+
 def test_a_pool_beyond_the_memory_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -178,9 +178,7 @@ def test_both_ports_at_one_address_are_refused() -> None:
 
 
 def test_a_pool_has_a_page() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^cache_bytes: expected 0, or at least cache_page_bytes \(512KiB\), found '1'"
-    ):
+    with pytest.raises(ConfigError, match=r"^cache_bytes: expected 0, or at least 4KiB, found '1'"):
         command_line.load(["--cache-bytes", "1"], {})
     with pytest.raises(ConfigError, match=r"^cache_bytes: .* cache_page_bytes \(2MiB\), found '1MiB'"):
         Config(cache_bytes=2**20, cache_page_bytes=2**21)

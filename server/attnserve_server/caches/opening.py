@@ -14,12 +14,17 @@ from attnserve_server.caches.work import Host
 from attnserve_server.devices import Device
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.host import control_groups
+from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.settings import units
 from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
 DEFAULT_CACHE_BYTES: Final = 512 << 20
 """The pool on a CPU, unless a quarter of the memory is less."""
+DEFAULT_PAGE_BYTES: Final = 512 << 10
+"""The pages on a CPU, unless the pool is less."""
+DEFAULT_CUDA_PAGE_BYTES: Final = 2 << 20
+"""The same on CUDA: reading 16,384 tokens of 4 KiB takes three quarters as long as in pages of 512 KiB."""
 
 
 def open_caches(config: Config, device: Device) -> Host:
@@ -27,7 +32,8 @@ def open_caches(config: Config, device: Device) -> Host:
     is less than a page.
     """
     memory = _memory(device)
-    pool_bytes, page_bytes = config.cache_bytes or _default_bytes(device, memory), config.cache_page_bytes
+    pool_bytes = config.cache_bytes or _default_bytes(device, memory)
+    page_bytes = config.cache_page_bytes or _default_page_bytes(device, pool_bytes)
     size = units.format_size(pool_bytes)
     if pool_bytes < page_bytes:
         expected = f"at most cache_bytes, by default {size} here"
@@ -57,6 +63,11 @@ def _memory(device: Device) -> int | None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = control_groups.memory_limit()
     return physical if limit is None else min(physical, limit)
+
+
+def _default_page_bytes(device: Device, pool_bytes: int) -> int:
+    most = DEFAULT_PAGE_BYTES if device.torch_device.type == "cpu" else DEFAULT_CUDA_PAGE_BYTES
+    return min(most, pool_bytes // CACHE_LINE * CACHE_LINE)
 
 
 def _default_bytes(device: Device, memory: int | None) -> int:

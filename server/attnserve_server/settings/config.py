@@ -15,6 +15,7 @@ from attnserve_server.requests import durations
 from attnserve_server.settings import kinds, units
 from attnserve_server.start_errors import ConfigError
 
+LEAST_PAGE_BYTES: Final = 4096
 MOST_CONNECTION_AGE: Final = 30 * 24 * 3600
 """Seconds. gRPC counts milliseconds in a signed 32-bit number."""
 
@@ -220,9 +221,10 @@ class Config:
         "a CPU, or a quarter of the memory if that is less, and half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
-        kinds.size(4096, 2**30, CACHE_LINE),
-        512 * 2**10,
-        "The size of that pool's pages: the least that a layer of a cache takes. Larger pages make long caches faster.",
+        kinds.size(LEAST_PAGE_BYTES, 2**30, CACHE_LINE, or_zero=True),
+        0,
+        "The size of that pool's pages: the least that a layer of a cache takes. Larger pages make long caches faster. "
+        "0: 512 KiB on a CPU, 2 MiB on CUDA, and the whole pool if that is less.",
     )
     cache_ttl: float = _setting(
         kinds.duration(durations.MAX_SECONDS),
@@ -286,9 +288,9 @@ class Config:
         ):
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
-        if 0 < self.cache_bytes < self.cache_page_bytes:
-            page = self.show("cache_page_bytes")
-            raise ConfigError("cache_bytes", f"0, or at least cache_page_bytes ({page})", self.show("cache_bytes"))
+        if self.cache_bytes and self.cache_bytes < max(self.cache_page_bytes, LEAST_PAGE_BYTES):
+            least = f"cache_page_bytes ({self.show('cache_page_bytes')})" if self.cache_page_bytes else "4KiB"
+            raise ConfigError("cache_bytes", f"0, or at least {least}", self.show("cache_bytes"))
         for name, needed in (
             ("tls_certificate", "tls_key"),
             ("tls_key", "tls_certificate"),

@@ -41,14 +41,13 @@ def _whole(words: str, parse: Callable[[str], int], show: Callable[[int], str], 
     )
 
 
-def size(least: int = 1, most: int = MOST_BYTES, multiple: int = 1) -> Kind:
-    """Bytes; they may have to be a multiple of a number."""
+def size(least: int = 1, most: int = MOST_BYTES, multiple: int = 1, *, or_zero: bool = False) -> Kind:
+    """Bytes; they may have to be a multiple of a number. `or_zero` allows 0, too."""
     kind = _whole("a size (such as 64MiB or 65536)", units.parse_size, units.format_size, least, most)
-    if multiple == 1:
-        return kind
+    some = "" if multiple == 1 else f", a multiple of {multiple}"
     return kind._replace(
-        expected=f"{kind.expected}, a multiple of {multiple}",
-        valid=lambda value: kind.valid(value) and value % multiple == 0,
+        expected=f"{kind.expected}{some}{', or 0' if or_zero else ''}",
+        valid=lambda value: (kind.valid(value) and value % multiple == 0) or (or_zero and value == 0),
     )
 
 
