@@ -16,9 +16,11 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.work import check_named
 from attnserve_server.errors import Malformed
 from attnserve_server.requests.limits import RequestLimits
-from attnserve_server.requests.request import MAX_KNOWN_HEADER
 
 MessageType: TypeAlias = type[pb.AttendRequest] | type[pb.ApplyRequest]
+
+MAX_KNOWN_HEADER: Final = 8 << 10
+"""Headers of up to so many bytes are remembered: those of some hundred references."""
 
 _TAGS: Final = {
     message_type: _fields.field_prefix(message_type.CACHES_FIELD_NUMBER, 0)[:-1]
@@ -75,4 +77,4 @@ def _apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> t
     return references, b"".join(rest)
 
 
-_known = lru_cache(maxsize=1024)(_apart)
+_known = lru_cache(maxsize=128)(_apart)

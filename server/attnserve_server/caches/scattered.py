@@ -10,7 +10,8 @@ keys and values are finite is seen from the results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -110,21 +111,31 @@ def attend_ranges(
     # Queries that share a key head become queries of that head, which the kernel reads once for all of them.
     folded = query.reshape(count, shape.num_kv_heads, rows, width).transpose(1, 2).contiguous()
     most = max(1, CALL_BYTES // (2 * heads * length * width * query.element_size()))
-    parts, start, pages, groups, longest = [], 0, 0, 0, 0
-    for place, (_, begin, end) in enumerate(reaches):
-        own = -(-end // per_page) - begin // per_page
-        pages, groups, longest = pages + own, groups + -(-own // MERGED), max(longest, own)
-        # What is merged is as many results for each sequence, with gaps.
-        if place > start and (pages > MAX_SEQUENCES or max(pages, groups * min(MERGED, longest)) > most):
-            parts.append(_attend(folded[start:place], reaches[start:place], scale, shape, pool, device))
-            start, pages, groups, longest = place, own, -(-own // MERGED), own
-    parts.append(_attend(folded[start:], reaches[start:], scale, shape, pool, device))
+    parts = [
+        _attend(folded[start:stop], reaches[start:stop], scale, shape, pool, device)
+        for start, stop in _calls([-(-end // per_page) - begin // per_page for _, begin, end in reaches], most)
+    ]
     output, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in map(list, zip(*parts, strict=True)))
     # A sum is finite only if all its terms are. Every row has a key: an infinite lse means scores beyond float32.
     check = output.sum((1, 2, 3), dtype=torch.float32) + lse.sum((1, 2))
     output = output.transpose(1, 2).reshape(query.shape)
     output = output.to(query.dtype) if rounded else output
     return Attended(output, lse.transpose(1, 2).reshape(query.shape[:3]), check)
+
+
+def _calls(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """From where to where sequences of so many pages are computed together, given the most results over pages."""
+    if sum(counts) <= MAX_SEQUENCES and 2 * len(counts) * max(counts) <= most:  # nearly always
+        yield 0, len(counts)
+        return
+    start, pages, groups, longest = 0, 0, 0, 0
+    for place, own in enumerate(counts):
+        pages, groups, longest = pages + own, groups + -(-own // MERGED), max(longest, own)
+        # What is merged is as many results for each sequence, with gaps.
+        if place > start and (pages > MAX_SEQUENCES or max(pages, groups * min(MERGED, longest)) > most):
+            yield start, place
+            start, pages, groups, longest = place, own, -(-own // MERGED), own
+    yield start, len(counts)
 
 
 def _attend(
@@ -140,11 +151,8 @@ def _attend(
     views = pool.memory.views(shape)
     key, value = views.key, views.value
     page_rows = key.stride(0) // width
-    plan = _Plan.of(reaches, pool.tokens_per_page(shape), page_rows, max(1, BLOCK_ROWS // rows))
-    merges = [part for level in plan.levels if level is not None for part in _chosen(level)]
-    arrays: list[NDArray[Any]] = [plan.readers * rows, plan.starts, plan.lengths, plan.sequence, *merges]
-    sent = device.send(np.concatenate(arrays).astype(np.int32))
-    query_starts, kv_starts, kv_lengths, sequence, *merged = torch.split(sent, [len(array) for array in arrays])
+    plan = _planned(reaches, pool.tokens_per_page(shape), page_rows, rows)
+    query_starts, kv_starts, kv_lengths, sequence, *merged = torch.split(device.send(plan.numbers), plan.parts)
     result = device.attend_scattered(
         ScatteredCall(
             query.view(count, -1).index_select(0, sequence).view(-1, heads, width),
@@ -153,16 +161,16 @@ def _attend(
             query_starts,
             kv_starts,
             kv_lengths,
-            int(np.diff(plan.readers).max()) * rows,
-            int(plan.lengths.max()),
+            plan.longest_query,
+            plan.longest_kv,
             scale,
         )
     )
     assert result.lse is not None
     output, lse = result.output.view(-1, rows, heads, width), result.lse.reshape(-1, rows, heads)
     given = iter(merged)
-    for level, size in zip(plan.levels, plan.sizes, strict=True):
-        output, lse = _merged(output, lse, None if level is None else (next(given), next(given)), size)
+    for merge in plan.merges:
+        output, lse = _merged(output, lse, None if merge.all_in_order else (next(given), next(given)), merge.size)
     return output, lse
 
 
@@ -173,51 +181,75 @@ def _scattered(whole: torch.Tensor, page_rows: int) -> torch.Tensor:
     return whole.as_strided((pages * page_rows - beyond, heads, width), (width, whole.stride(1), 1))
 
 
+class _Merge(NamedTuple):
+    """So many results become one: all of them, in their order, or those that are `_chosen`."""
+
+    size: int
+    all_in_order: bool
+
+
 class _Plan(NamedTuple):
     """What the kernel computes, C parts of pages for E pairs of a part and a query, and how results are merged.
 
-    `readers` [C + 1]: the pairs of part n are those from `readers[n]` to `readers[n + 1]`. `starts` [C + 1] and
-    `lengths` [C] of parts in rows. `sequence` [E]: the query of each pair. `levels`: for each merge, which results [G,
-    `sizes`] become one; `~n` stands for nothing, in place of n; None: all of them, in their order.
+    `numbers` holds, one after the other, arrays of the lengths `parts`: where the queries of parts begin [C + 1],
+    where parts do [C + 1], and their lengths [C], all in rows; the query of each pair [E]; and two for each merge of
+    what is `_chosen`.
     """
 
-    readers: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    sequence: NDArray[np.int64]
-    levels: list[NDArray[np.int64] | None]
-    sizes: list[int]
+    numbers: NDArray[np.int32]
+    parts: list[int]
+    longest_query: int
+    longest_kv: int
+    merges: list[_Merge]
 
-    @staticmethod
-    def of(reaches: Sequence[Reach], per_page: int, page_rows: int, most: int) -> _Plan:
-        """The plan for ranges of tokens, where a part has at most so many queries."""
-        begins, ends = (np.array(each, np.int64) for each in list(zip(*reaches, strict=True))[1:])
-        firsts = begins // per_page
-        counts = -(-ends // per_page) - firsts
-        taken = zip(reaches, firsts.tolist(), (firsts + counts).tolist(), strict=True)
-        pages = np.concatenate([np.asarray(each.pages[first:last], np.int64) for each, first, last in taken])
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        place = np.arange(len(pages))
-        token = (place - (counts.cumsum() - counts - firsts)[sequence]) * per_page
-        low = np.maximum(begins[sequence] - token, 0)
-        lengths = np.minimum(ends[sequence] - token, per_page) - low
-        starts = pages * page_rows + low
-        readers = np.arange(len(pages) + 1)
-        # Much faster than to find the order of pages, which is needed only if some are shared.
-        if len(counts) > 1 and np.bincount(pages).max() > 1:
-            alike = starts * (per_page + 1) + lengths
-            order = np.argsort(alike, kind="stable")
-            ordered = alike[order]
-            changes = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-            place[order] = np.arange(len(order))
-            readers = _divided(np.concatenate(([0], changes, [len(order)])), most)
-            starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
-            sequence = sequence[order]
-        elif counts.min() == counts.max() <= MERGED:
-            all_in_order = [int(counts[0])] if counts[0] > 1 else []
-            return _Plan(readers, np.append(starts, 0), lengths, sequence, [None for _ in all_in_order], all_in_order)
-        levels, sizes = _levels(counts, place)
-        return _Plan(readers, np.append(starts, 0), lengths, sequence, levels, sizes)
+
+def _planned(reaches: Sequence[Reach], per_page: int, page_rows: int, rows: int) -> _Plan:
+    """The plan for ranges of tokens, with so many rows of queries each."""
+    begins, ends = (np.array(each, np.int64) for each in list(zip(*reaches, strict=True))[1:])
+    firsts = (begins // per_page).tolist()
+    lasts = (-(-ends // per_page)).tolist()
+    taken = zip(reaches, firsts, lasts, strict=True)
+    pages = np.concatenate([np.asarray(each.pages[first:last], np.int32) for each, first, last in taken])
+    return _plan(pages.tobytes(), begins.tobytes(), ends.tobytes(), per_page, page_rows, rows)
+
+
+@lru_cache(maxsize=32)
+def _plan(pages_: bytes, begins_: bytes, ends_: bytes, per_page: int, page_rows: int, rows: int) -> _Plan:
+    """The same, of int32 `pages` and of int64 `begins` and `ends`. Many ask the same caches again and again."""
+    pages, begins, ends = (
+        np.frombuffer(pages_, np.int32),
+        np.frombuffer(begins_, np.int64),
+        np.frombuffer(ends_, np.int64),
+    )
+    firsts = begins // per_page
+    counts = -(-ends // per_page) - firsts
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(pages))
+    token = (place - (counts.cumsum() - counts - firsts)[sequence]) * per_page
+    low = np.maximum(begins[sequence] - token, 0)
+    lengths = np.minimum(ends[sequence] - token, per_page) - low
+    starts = pages.astype(np.int64) * page_rows + low
+    readers = np.arange(len(pages) + 1)
+    # Much faster than to find the order of pages, which is needed only if some are shared.
+    if len(counts) > 1 and np.bincount(pages).max() > 1:
+        alike = starts * (per_page + 1) + lengths
+        order = np.argsort(alike, kind="stable")
+        ordered = alike[order]
+        changes = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+        place[order] = np.arange(len(order))
+        readers = _divided(np.concatenate(([0], changes, [len(order)])), max(1, BLOCK_ROWS // rows))
+        starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
+        sequence = sequence[order]
+    levels, sizes = _levels(counts, place)
+    chosen = [part for level in levels if level is not None for part in _chosen(level)]
+    arrays: list[NDArray[Any]] = [readers * rows, np.append(starts, 0), lengths, sequence, *chosen]
+    return _Plan(
+        np.concatenate(arrays).astype(np.int32),
+        [len(array) for array in arrays],
+        int(np.diff(readers).max()) * rows,
+        int(lengths.max()),
+        [_Merge(size, level is None) for level, size in zip(levels, sizes, strict=True)],
+    )
 
 
 def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -228,7 +260,9 @@ def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
 
 
 def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[NDArray[np.int64] | None], list[int]]:
-    """Which results are merged, until each sequence has one; it has so many, which are at these places."""
+    """Which results [G, size] are merged, and their sizes, until each sequence has one; it has so many, which are at
+    these places. `~n` stands for nothing, in place of n; None for all results, in their order.
+    """
     levels: list[NDArray[np.int64] | None] = []
     sizes = []
     while True:

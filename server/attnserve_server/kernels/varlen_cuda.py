@@ -52,15 +52,15 @@ def attend(call: RaggedCall) -> RaggedResult:
 
 
 def attend_scattered(call: ScatteredCall) -> RaggedResult:
-    """Computes a call whose keys lie anywhere, likewise.
+    """Computes a call whose keys lie anywhere, likewise. Every sequence has keys: an lse of +inf means scores that are
+    all -inf, or NaN.
 
     Told how many keys a sequence has, the kernel takes from `kv_starts` only where they begin, and rows of keys by
     their stride. With as many heads of queries as of keys it never divides the keys.
     """
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, call.key, call.value, call, scale, (-1, -1), call.kv_lengths)
-    lse = lse.t()
-    return RaggedResult(output, lse.masked_fill(lse == torch.inf, -torch.inf))
+    return RaggedResult(output, lse.t())
 
 
 def _run(
