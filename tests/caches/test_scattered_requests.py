@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -22,7 +23,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
-from attnserve_server.caches.run import run_batch
+from attnserve_server.caches.run import launch_batch, run_batch
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
@@ -158,3 +159,27 @@ def test_on_a_device_that_the_host_cannot_read(
     transfers = device._transfers
     assert isinstance(transfers, MetaTransfers)
     assert transfers.waits == 1
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *OTHERS.values()], ids=[*OPTIONS, *OTHERS])
+def test_what_is_launched_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Launching waits for nothing; what cannot be launched so is left as it was."""
+    device = hollow_device(META, monkeypatch)
+    bench = Bench(device, META)
+    requests = [bench.request(replace(PLAN, dtype="bfloat16", **options).case(n), "bfloat16", 1) for n in range(3)]
+    for request in requests:
+        request.enter()
+        request.begin()
+    transfers: Any = device._transfers
+    finish = launch_batch(bench.host.pages, device, requests)
+    assert transfers.waits == 0
+    if options in OTHERS.values():
+        assert finish is None
+        assert not transfers.uploaded
+        return
+    assert finish is not None
+    with ThreadPoolExecutor(1) as thread:
+        batch = thread.submit(finish).result()
+    assert transfers.waits == 1
+    assert batch.kernel_calls == {varlen_cuda.NAME: 1}
+    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [r.reply_bytes for r in requests]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,19 @@ def test_a_small_request_is_few_operations() -> None:
         batch = run_batch([request], MetaTransfers(META, computes_first=True), RAGGED_KERNELS)
     assert list(batch.kernel_calls.values()) == [1]
     assert operations.count <= 3
+
+
+def test_what_is_launched_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = hollow_device(META, monkeypatch)
+    device._transfers = transfers = MetaTransfers(META, computes_first=True)  # type: ignore[assignment]
+    options: list[dict[str, Any]] = [{}, {"mask_shape": (5, 7)}]
+    requests = [request_of(Plan(dtype="float16", **each), 0, {"return_lse": True}) for each in options]
+    finish = device.launch(requests)
+    assert transfers.waits == 0
+    with ThreadPoolExecutor(1) as thread:
+        batch = thread.submit(finish).result()
+    assert transfers.waits == 1
+    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [r.reply_bytes for r in requests]
 
 
 @EVERYWHERE

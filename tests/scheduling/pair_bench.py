@@ -18,7 +18,7 @@ from engine_bench import PATIENCE_S
 from attnserve_server.devices.failures import Blame
 from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.requests.work import BatchResult, RequestResult
+from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -68,6 +68,9 @@ class Asked:
     def run_batch(self, device: PairDevice, batch: Sequence[Asked]) -> BatchResult:
         return device.compute(batch)
 
+    def launch_batch(self, device: PairDevice, batch: Sequence[Asked]) -> Finish | None:
+        return device.launch(batch)
+
 
 class Batch:
     """A batch that the device holds until it is released."""
@@ -85,8 +88,11 @@ class PairDevice:
     is_eager = False
     depth = 2
 
-    def __init__(self, inline_flops: int = -1) -> None:
-        self.inline_flops = inline_flops
+    def __init__(self, inline_flops: int = -1, launch_bytes: int = 0) -> None:
+        self.inline_flops, self.launch_bytes = inline_flops, launch_bytes
+        self.launched: list[threading.Thread] = []
+        """By which threads batches were launched."""
+        self.fails_to_launch = False
         self.batches: list[Batch] = []
         """All batches that it was ever given, in order."""
         self.held = True
@@ -95,6 +101,12 @@ class PairDevice:
         """Whether it also holds requests that it has seen before, such as retries of failed ones."""
         self.lost = False
         self._entered = threading.Semaphore(0)
+
+    def launch(self, requests: Sequence[Asked]) -> Finish:
+        self.launched.append(threading.current_thread())
+        if self.fails_to_launch:
+            raise RuntimeError("no room")
+        return lambda: self.compute(requests)
 
     def compute(self, requests: Sequence[Asked]) -> BatchResult:
         batch = Batch(requests)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import pytest
+from engine_bench import PATIENCE_S
 from pair_bench import Asked, PairBench, PairDevice
 
 from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, DeviceFailed, Draining, OutOfMemory
 from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.shared_lock import SharedLock
 from attnserve_server.scheduling.watchdog import Watchdog
 
 
@@ -47,6 +49,65 @@ async def test_what_would_wait_for_another_batch_is_not_computed_on_the_loop() -
     await bench.given(Asked(1), Asked(2), Asked(3, needs=["x"]), Asked(4))
     assert all(batch.thread is not threading.current_thread() for batch in bench.device.batches)
     await bench.finish()
+
+
+async def test_batches_are_launched_on_the_loop_and_waited_for_in_threads() -> None:
+    bench = PairBench(device=PairDevice(launch_bytes=10))
+    await bench.given(Asked(5, received_bytes=9))
+    await bench.given(Asked(3), Asked(2), Asked(4))
+    assert bench.device.launched == [threading.current_thread()] * 2
+    assert all(batch.thread is not threading.current_thread() for batch in bench.device.batches)
+    await bench.finish()
+
+
+async def test_what_is_much_is_launched_by_threads() -> None:
+    bench = PairBench(device=PairDevice(launch_bytes=10))
+    await bench.given(Asked(5, received_bytes=10))
+    assert not bench.device.launched
+    await bench.finish()
+
+
+async def test_what_cannot_be_launched_is_computed() -> None:
+    bench = PairBench(device=PairDevice(launch_bytes=10))
+    bench.device.fails_to_launch = True
+    entries = await bench.given(Asked(5), Asked(6))
+    bench.device.end_all()
+    assert all(isinstance(answer, Outcome) for answer in await bench.answers(entries))
+    assert (len(bench.device.launched), len(bench.device.batches)) == (1, 1)
+    await bench.finish()
+
+
+async def test_of_what_was_launched_and_fails_only_the_guilty_fail() -> None:
+    bench = PairBench(device=PairDevice(launch_bytes=100))
+    bench.device.end_all()
+    entries = bench.submit(Asked(1), Asked(2, failure=RuntimeError), Asked(3))
+    answers = await bench.answers(entries)
+    assert [type(answer) for answer in answers] == [Outcome, ComputationFailed, Outcome]
+    assert bench.device.costs() == [[1, 2, 3], [1, 2, 3], [1], [2], [3]]
+    await bench.finish()
+
+
+def test_nothing_is_launched_beside_what_has_or_waits_for_the_device_alone() -> None:
+    lock = SharedLock()
+    assert lock.try_share()
+    entered, may_end = threading.Event(), threading.Event()
+
+    def alone() -> None:
+        with lock.exclusive():
+            entered.set()
+            may_end.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=alone)
+    thread.start()
+    while lock.try_share():  # until it waits
+        lock.unshare()
+    assert not entered.is_set()
+    lock.unshare()
+    assert entered.wait(PATIENCE_S)
+    assert not lock.try_share()
+    may_end.set()
+    thread.join(PATIENCE_S)
+    assert lock.try_share()
 
 
 async def test_less_than_what_computes_waits_for_others() -> None:

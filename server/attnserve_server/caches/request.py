@@ -24,7 +24,7 @@ from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
 from attnserve_server.requests.request import MAX_KNOWN_HEADER, NOT_FINITE, Unfinished, request_of
 from attnserve_server.requests.tensors import check_broadcast, read_integers
-from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
+from attnserve_server.requests.work import BatchResult, Finish, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -165,6 +165,12 @@ class CachedRequest(CacheWork):
         from attnserve_server.caches.run import run_batch
 
         return run_batch(self.host.pages, device, batch)
+
+    def launch_batch(self, device: Device, batch: Sequence[CachedRequest]) -> Finish | None:
+        """Launches what is written and attended."""
+        from attnserve_server.caches.run import launch_batch
+
+        return launch_batch(self.host.pages, device, batch)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded reply, and their length together."""

@@ -20,7 +20,7 @@ from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.caches.scattered_requests import alike
+from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.packed_calls import bytes_of
 from attnserve_server.devices.results import Parts, put, results_of, tensors_of
@@ -28,7 +28,7 @@ from attnserve_server.devices.staging import TORCH, heads_first, in_range, score
 from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
 from attnserve_server.native.payloads import DTYPES
 from attnserve_server.requests.tensors import TensorSpec
-from attnserve_server.requests.work import BatchResult, RequestResult, Work
+from attnserve_server.requests.work import BatchResult, Finish, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -79,6 +79,18 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
     return others.with_found(found, compute, again)
 
 
+def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> Finish | None:
+    """Has requests of one group computed, if all can be by a device with a kernel for keys that lie anywhere."""
+    if device.scattering is None or batch[0].unfinished is not None:
+        return None
+    groups = alike(batch, pool)
+    if sum(len(group.places) for group in groups) < len(batch):
+        return None
+    begin = perf_counter()
+    _append(pool, device, batch)
+    return _launch_on_tensors(pool, device, batch, groups, perf_counter() - begin)
+
+
 def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
     """Computes what the results of some requests lack, by kernels on torch tensors."""
     begin = perf_counter()
@@ -105,9 +117,15 @@ def _put_anew(
 
 def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedRequest], staged: float) -> BatchResult:
     """Computes requests whose appends have been written, by kernels on torch tensors."""
-    begin = perf_counter()
-    scattering = device.scattering
-    groups = [] if scattering is None else alike(batch, pool)
+    groups = [] if device.scattering is None else alike(batch, pool)
+    return _launch_on_tensors(pool, device, batch, groups, staged)()
+
+
+def _launch_on_tensors(
+    pool: PagePool, device: Device, batch: Sequence[CachedRequest], groups: Sequence[AlikeRequests], staged: float
+) -> Finish:
+    """The same, of which these groups are computed together. What is not in them is waited for."""
+    begin, scattering = perf_counter(), device.scattering
     for group in groups:
         group.stage(device)
     grouped = {place for group in groups for place in group.places}
@@ -121,22 +139,28 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
     parts = [_arranged(batch[place], [next(attended) for _ in batch[place].uses]) for place in rest]
     after_compute = perf_counter()
     # What says whether results have a meaning comes with them.
-    here = iter(device.fetch([*itertools.chain(*computed), *tensors_of(parts)]))
-    results: list[RequestResult | None] = [None] * len(batch)
-    for group, tensors in zip(groups, computed, strict=True):
-        for place, result, suspects in group.results([next(here) for _ in tensors]):
+    fetch = device.fetching([*itertools.chain(*computed), *tensors_of(parts)])
+    kernel_calls = device.take_kernel_calls()
+
+    def finish() -> BatchResult:
+        here = iter(fetch())
+        results: list[RequestResult | None] = [None] * len(batch)
+        for group, tensors in zip(groups, computed, strict=True):
+            for place, result, suspects in group.results([next(here) for _ in tensors]):
+                results[place] = result
+                if suspects:
+                    _put_anew(pool, device, batch[place], suspects, result)
+        for place, result in zip(rest, results_of(parts, here), strict=True):
             results[place] = result
-            if suspects:
-                _put_anew(pool, device, batch[place], suspects, result)
-    for place, result in zip(rest, results_of(parts, here), strict=True):
-        results[place] = result
-    return BatchResult(
-        results=[result for result in results if result is not None],
-        staging=staged + after_staging - begin,
-        compute=after_compute - after_staging,
-        fetch=perf_counter() - after_compute,
-        kernel_calls=device.take_kernel_calls(),
-    )
+        return BatchResult(
+            results=[result for result in results if result is not None],
+            staging=staged + after_staging - begin,
+            compute=after_compute - after_staging,
+            fetch=perf_counter() - after_compute,
+            kernel_calls=kernel_calls + device.take_kernel_calls(),
+        )
+
+    return finish
 
 
 def _append(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> None:

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Append
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.store import CacheStore, Placement
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
+from attnserve_server.requests.work import Finish
 
 if TYPE_CHECKING:
     from attnserve_server.caches.pages import PagePool
+    from attnserve_server.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,10 @@ class CacheWork:
     def shares(self) -> bool:
         """Whether it leaves its caches as they are."""
         return False
+
+    def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
+        """Most are waited for."""
+        return None
 
     @property
     def appended_field(self) -> str:

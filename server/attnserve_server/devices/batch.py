@@ -22,11 +22,16 @@ from attnserve_server.devices.transfers import Transfers
 from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedKernel, attend, math
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult, RequestResult
+from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
     """Computes a batch, on the device that transfers go to."""
+    return launch_batch(requests, transfers, kernels)()
+
+
+def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> Finish:
+    """Has a batch computed, without waiting."""
     begin = perf_counter()
     stager = Stager(transfers.allocate, transfers.upload, looks=False)
     packs, places = pack(requests, kernels)
@@ -39,33 +44,37 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
         each.run()
     results = [_fetched(attend(call.call), others[call.parts[0][0]].problem, transfers) for call in staged]
     asked = transfers.asked()  # before waiting: another batch submits work meanwhile
-    asked.until_computed()
-    after_compute = perf_counter()
-    asked.until_fetched()
 
-    kernel_calls = Counter(result.kernel for result in results)
-    gathered: list[RequestResult | None] = [None] * len(requests)
+    def finish() -> BatchResult:
+        asked.until_computed()
+        after_compute = perf_counter()
+        asked.until_fetched()
 
-    def exactly(request: Request) -> RequestResult:
-        staged = stager.stage([request])
-        kernel_calls[math.NAME] += len(staged)
-        return collect([request], staged, [_on_host(math.attend_each(call.call)) for call in staged])[0]
+        kernel_calls = Counter(result.kernel for result in results)
+        gathered: list[RequestResult | None] = [None] * len(requests)
 
-    for each in staged_packs:
-        kernel_calls[each.kernel] += each.calls
-        for place, own in each.results(exactly):
+        def exactly(request: Request) -> RequestResult:
+            staged = stager.stage([request])
+            kernel_calls[math.NAME] += len(staged)
+            return collect([request], staged, [_on_host(math.attend_each(call.call)) for call in staged])[0]
+
+        for each in staged_packs:
+            kernel_calls[each.kernel] += each.calls
+            for place, own in each.results(exactly):
+                gathered[place] = own
+        for call, call_result in zip(staged, results, strict=True):
+            kernel_calls[math.NAME] += mend(call.call, call_result)
+        for place, own in zip(places, collect(others, staged, results), strict=True):
             gathered[place] = own
-    for call, call_result in zip(staged, results, strict=True):
-        kernel_calls[math.NAME] += mend(call.call, call_result)
-    for place, own in zip(places, collect(others, staged, results), strict=True):
-        gathered[place] = own
-    return BatchResult(
-        results=gathered,  # type: ignore[arg-type]  # every place has been filled
-        staging=after_staging - begin,
-        compute=after_compute - after_staging,
-        fetch=perf_counter() - after_compute,
-        kernel_calls=+kernel_calls,
-    )
+        return BatchResult(
+            results=gathered,  # type: ignore[arg-type]  # every place has been filled
+            staging=after_staging - begin,
+            compute=after_compute - after_staging,
+            fetch=perf_counter() - after_compute,
+            kernel_calls=+kernel_calls,
+        )
+
+    return finish
 
 
 def mend(call: AttentionCall, result: AttentionResult) -> int:

@@ -46,7 +46,7 @@ from attnserve_server.native.requests import NativeRequests
 from attnserve_server.native.rotations import Rotations
 from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult
+from attnserve_server.requests.work import BatchResult, Finish
 
 SPLIT_FLOPS = 20_000_000
 """One thread finishes less work than this many FLOPs sooner than Python could divide it."""
@@ -78,6 +78,7 @@ class CpuDevice:
         self.threads = threads
         self.inline_flops = inline_flops
         self.inline_bytes = sys.maxsize  # what is more takes more operations
+        self.launch_bytes = 0
         self.is_eager = True
         self.description = cpus.model()
         self.native = native
@@ -101,6 +102,10 @@ class CpuDevice:
         self._thread = local()
         self._pool = ThreadPoolExecutor(threads, "attnserve-cpu", self._mark) if threads > 1 else None
         self._team = Team(threads - 1) if threads > 1 and native is not None else None
+
+    def launch(self, requests: Sequence[Request]) -> Finish | None:
+        """It cannot: what it computes, the thread that asks waits for."""
+        return None
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch."""
@@ -276,6 +281,10 @@ class CpuDevice:
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors themselves: they are already here."""
         return tensors
+
+    def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        """The same."""
+        return lambda: tensors
 
     def take_kernel_calls(self) -> Counter[str]:
         """The counts of kernel calls since they were last taken."""

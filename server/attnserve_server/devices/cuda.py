@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve_server.devices.batch import mend, run_batch
+from attnserve_server.devices.batch import launch_batch, mend
 from attnserve_server.devices.compute import (
     ApplyPacked,
     AttendPacked,
@@ -51,9 +52,12 @@ from attnserve_server.native.products import Products
 from attnserve_server.native.rotations import Rotations
 from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult
+from attnserve_server.requests.work import BatchResult, Finish
 
 logger = logging.getLogger(__name__)
+
+
+Done = TypeVar("Done")
 
 
 class _KernelCalls(local):
@@ -75,6 +79,9 @@ class CudaDevice:
 
     inline_bytes = 1 << 20
     """Copying these takes no longer."""
+
+    launch_bytes = 8 << 20
+    """Copying these takes about a millisecond."""
 
     is_eager = False
     """Launching a batch takes longer than reading another request."""
@@ -106,11 +113,21 @@ class CudaDevice:
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
+        return self.launch(requests)()
+
+    def launch(self, requests: Sequence[Request]) -> Finish:
+        """Has a batch computed. Raises the same, and so may what it returns."""
+        finish = self._letting_go(lambda: launch_batch(requests, self._transfers, RAGGED_KERNELS))
+        return lambda: self._letting_go(finish)
+
+    def _letting_go(self, compute: Callable[[], Done]) -> Done:
+        """The result of a computation here. An error that is kept would keep its frames, and with them the tensors of
+        the failed batch.
+        """
+        self._transfers.compute_here()
         try:
-            self._transfers.compute_here()
-            return run_batch(requests, self._transfers, RAGGED_KERNELS)
+            return compute()
         except Exception as error:
-            # An error that is kept would keep its frames, and with them the tensors of the failed batch.
             traceback.clear_frames(error.__traceback__)
             raise
 
@@ -200,9 +217,18 @@ class CudaDevice:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensors in pinned memory, copied while the device computes, with one wait for all."""
+        return self.fetching(tensors)()
+
+    def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        """The same, with the wait apart."""
         fetched = [self._transfers.fetch(tensor) for tensor in tensors]
-        self._transfers.asked().until_fetched()
-        return fetched
+        until_fetched = self._transfers.asked().until_fetched
+
+        def wait() -> Sequence[torch.Tensor]:
+            until_fetched()
+            return fetched
+
+        return wait
 
     def blame(self, error: Exception) -> Blame:
         """Kernel errors stick to the CUDA context: after one, nothing works until the process ends."""

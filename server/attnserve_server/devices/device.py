@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.devices.failures import Blame
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult
+from attnserve_server.requests.work import BatchResult, Finish
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,11 @@ class Device(Compute, Protocol):
     inline_bytes: int
     """And of requests and replies of up to so many bytes together."""
 
+    launch_bytes: int
+    """Batches of requests and replies of up to so many bytes together are launched on the caller's thread, if they can
+    be: two threads that launch would take the interpreter from each other at each operation. 0: none are.
+    """
+
     is_eager: bool
     """Whether such a batch takes less time than others would to join it."""
 
@@ -65,6 +70,9 @@ class Device(Compute, Protocol):
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""
 
+    def launch(self, requests: Sequence[Request]) -> Finish | None:
+        """The same, with the wait apart; None if it computes on the thread that asks."""
+
     def allocate(self, size: int) -> torch.Tensor:
         """Host memory of `size` bytes, to be filled and uploaded."""
 
@@ -73,6 +81,9 @@ class Device(Compute, Protocol):
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Device tensors on the host, after waiting for them, but not for what others compute meanwhile."""
+
+    def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        """The same, with the wait apart, which may be on another thread."""
 
     def take_kernel_calls(self) -> Counter[str]:
         """The kernel calls, by name, that this thread's batch has made since they were last taken."""

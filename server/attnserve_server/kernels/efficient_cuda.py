@@ -5,9 +5,9 @@ biases to 16, and all begin at multiples of 16 bytes, as its loads want them; th
 it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
 masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
 bias are computed in float32); it makes a product of float32 of three of TF32, which lose the last two bits of each
-factor (given keys in two parts, it loses only those of the queries, and is as exact as float32: `_in_parts`); and rows
-with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at excluded places may get through, but only as
-NaN or inf: the result says which sequences have any, and its reader has those computed again.
+factor (given keys and values in two parts, it loses only those of queries and weights, and is as exact as float32:
+`_in_parts`); and rows with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at excluded places may
+get through, but only as NaN or inf: the result says which sequences have any, and its reader has those computed again.
 
 Run on a GPU with torch 2.11; for 2.13 and 2.15 written from torch's sources, and its planning tested on CPU tensors.
 """
@@ -99,11 +99,12 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         bias = excluded.new_zeros((), dtype=dtype) if bias is None else bias
         bias = bias.masked_fill(excluded, -torch.inf)
     query, scale = positive_scale(call.query.to(dtype), call.scale)
-    key = key.to(dtype)
+    key, value = key.to(dtype), value.to(dtype)
     if call.query.dtype == torch.float32:
-        query, key = _in_parts(query, key)
-    output, lse = _run(query, key, value.to(dtype), bias, causal, scale)
-    output = output[..., :width].to(call.query.dtype)
+        query, key, value = _in_parts(query, key, value)
+    output, lse = _run(query, key, value, bias, causal, scale)
+    output = _joined_parts(output, width) if call.query.dtype == torch.float32 else output[..., :width]
+    output = output.to(call.query.dtype)
     finite = torch.isfinite(lse)
     if bias is not None and (excluded is not None or call.bias is not None):
         empty = (bias == -torch.inf).all(-1).expand(lse.shape)
@@ -157,12 +158,23 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return padded(tensor, _rounded(width, ROW_ELEMENTS))
 
 
-def _in_parts(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys in float32 of twice the width and with the same products: the keys as the sum of what TF32 holds
-    of them and of the rest.
+def _in_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values in float32 of twice the width: keys and values as what TF32 holds of them, and the rest.
+    Products of queries and keys are the same, and an output is the sum of its halves.
     """
-    held = (key.view(torch.int32) & ~0x1FFF).view(torch.float32)
-    return torch.cat((query, query), -1), torch.cat((held, key - held), -1)
+    return torch.cat((query, query), -1), _two_parts(key), _two_parts(value)
+
+
+def _two_parts(tensor: torch.Tensor) -> torch.Tensor:
+    held = (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return torch.cat((held, tensor - held), -1)
+
+
+def _joined_parts(output: torch.Tensor, width: int) -> torch.Tensor:
+    """The output of that width."""
+    return output[..., :width] + output[..., width : 2 * width]
 
 
 def _rounded(length: int, multiple: int) -> int:
@@ -184,7 +196,7 @@ def attend_ragged(call: RaggedCall) -> RaggedResult:
     query, key, value = (
         padded(tensor, _rounded(tensor.shape[-1], ROW_ELEMENTS)) for tensor in (query, call.key, call.value)
     )
-    query, key = _in_parts(query, key)
+    query, key, value = _in_parts(query, key, value)
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output, lse, *_ = _efficient_ragged(
@@ -201,7 +213,7 @@ def attend_ragged(call: RaggedCall) -> RaggedResult:
         call.return_lse,
         scale=scale,
     )
-    output = output[0, ..., : call.value.shape[-1]]
+    output = _joined_parts(output[0], value.shape[-1] // 2)[..., : call.value.shape[-1]]
     if not call.return_lse:
         return RaggedResult(output, None)
     token = torch.arange(len(query), dtype=torch.int32, device=query.device)

@@ -17,7 +17,7 @@ from attnserve_server.requests.extent import PER_SEQUENCE, Extent, Span, extent_
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
-from attnserve_server.requests.work import BatchResult, Independent, Phases, RequestResult
+from attnserve_server.requests.work import BatchResult, Finish, Independent, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -127,6 +127,10 @@ class Request(Independent):
     def run_batch(self, device: Device, batch: Sequence[Request]) -> BatchResult:
         """Computes a batch of attentions."""
         return device.run(batch)
+
+    def launch_batch(self, device: Device, batch: Sequence[Request]) -> Finish | None:
+        """Launches a batch of attentions."""
+        return device.launch(batch)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The pieces of the encoded reply, and their total length."""

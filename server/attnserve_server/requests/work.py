@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from attnserve._fields import Buffer
 
@@ -70,6 +70,10 @@ class BatchResult:
         """
         results = completed(found, found, lambda _: self.results)
         return replace(self, results=results, compute=self.compute + compute, again=again)
+
+
+Finish: TypeAlias = Callable[[], BatchResult]
+"""Waits for a batch that has been launched, and gives its results; on any thread, once."""
 
 
 class Work(Protocol):
@@ -145,6 +149,11 @@ class Work(Protocol):
     def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
         """Computes a batch of requests of this one's group. No result depends on the others."""
 
+    def launch_batch(self, device: Device, batch: Sequence[Self]) -> Finish | None:
+        """Has a device that launches (`Device.launch_bytes`) compute such a batch, without waiting for it; None if that
+        cannot be done without waiting. If it fails, or `Finish` does, the batch can still be computed by `run_batch`.
+        """
+
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
         """The pieces of the encoded reply, and their total length."""
 
@@ -168,6 +177,10 @@ class Independent:
     def scratch_bytes(self) -> int:
         """Nothing worth counting."""
         return 0
+
+    def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
+        """It is always waited for."""
+        return None
 
     def enter(self) -> None:
         """Nothing to do."""

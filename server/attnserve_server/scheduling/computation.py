@@ -3,17 +3,19 @@
 In: a device and entries of one group. Out: results or errors, each with the entries that it is for. A batch that fails
 is computed again request by request; one that then finds no memory beside another batch is computed once more without
 that (`shared_lock.py`). What a request appends to caches has its place already, so writing it again changes nothing.
-If the device is lost, the whole batch fails.
+If the device is lost, the whole batch fails. A batch that was launched without waiting, and failed, is computed again
+in the same ways.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
-from attnserve_server.requests.work import BatchResult
+from attnserve_server.requests.work import BatchResult, Finish
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.shared_lock import SharedLock
 
@@ -55,6 +57,39 @@ def compute(device: Device, entries: list[Entry], lock: SharedLock | None = None
     return parts
 
 
+def launch(device: Device, entries: list[Entry], lock: SharedLock) -> Callable[[], list[Part]] | None:
+    """Launches a batch on this thread, beside others, without waiting; returns what waits for it and, if it has failed,
+    computes it. None if it cannot be launched, or that failed.
+    """
+    if not lock.try_share():
+        return None
+    finish = None
+    try:
+        finish = entries[0].request.launch_batch(device, [entry.request for entry in entries])
+    except Exception:
+        logger.info("a batch of %d could not be launched", len(entries), exc_info=True)
+    finally:
+        if finish is None:
+            lock.unshare()
+    return None if finish is None else partial(_finished, device, entries, lock, finish)
+
+
+def _finished(device: Device, entries: list[Entry], lock: SharedLock, finish: Finish) -> list[Part]:
+    try:
+        return [Part(entries, _of_all(finish(), entries))]
+    except Exception:
+        logger.info("a batch of %d that was launched failed", len(entries), exc_info=True)
+    finally:
+        lock.unshare()
+    return compute(device, entries, lock)
+
+
+def _of_all(result: BatchResult, entries: Sequence[Entry]) -> BatchResult:
+    if len(result.results) != len(entries):
+        raise RuntimeError(f"{len(result.results)} results of {len(entries)} requests")
+    return result
+
+
 def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLock) -> BatchResult | RequestError:
     """Computes one request, beside another batch or, if there is no memory for both, alone."""
     with lock.shared():
@@ -67,9 +102,7 @@ def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLoc
 
 def _attempt(device: Device, entries: Sequence[Entry]) -> BatchResult | RequestError:
     try:
-        result = entries[0].request.run_batch(device, [entry.request for entry in entries])
-        if len(result.results) != len(entries):
-            raise RuntimeError(f"{len(result.results)} results of {len(entries)} requests")
+        result = _of_all(entries[0].request.run_batch(device, [entry.request for entry in entries]), entries)
     except Exception as error:
         blame = device.blame(error)
         logger.exception("a batch of %d failed", len(entries), extra={"blame": blame})

@@ -42,6 +42,19 @@ class SharedLock:
         finally:
             self._release(exclusive=1)
 
+    def try_share(self) -> bool:
+        """Holds it shared until `unshare` is called, by any thread; not if one holds it, or waits for it, exclusively.
+        Returns whether it does.
+        """
+        with self._changed:
+            if not self._exclusive:
+                self._holders += 1
+            return not self._exclusive
+
+    def unshare(self) -> None:
+        """Ends that."""
+        self._release()
+
     def _release(self, exclusive: int = 0) -> None:
         with self._changed:
             self._holders -= 1

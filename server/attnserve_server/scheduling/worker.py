@@ -3,7 +3,8 @@
 In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
 outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
 thread costs more than computing it, unless it would wait for another; a larger one in a thread, while the loop receives
-and decodes what comes next.
+and decodes what comes next. Of what a device computes by itself, only the wait is in a thread, unless much has to be
+copied: two threads that launch would wait for each other at each operation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from attnserve_server.scheduling.batching import Batch
-from attnserve_server.scheduling.computation import Part, compute
+from attnserve_server.scheduling.computation import Part, compute, launch
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.shared_lock import SharedLock
 
@@ -101,17 +102,16 @@ class Worker:
     def run(self, run: Run, seconds: float) -> None:
         """Computes the batch that was taken last, which should take `seconds` by itself."""
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
-        batch = run.batch
-        if len(self.runs) == 1 and self._is_small(batch):
+        batch, size = run.batch, sum(entry.size for entry in run.batch.entries)
+        if len(self.runs) == 1 and batch.cost <= self.inline_flops and size <= self._device.inline_bytes:
             self._computed(run, compute(self._device, batch.entries, self._lock))
-        else:
-            future = self._loop.run_in_executor(self._threads, compute, self._device, batch.entries, self._lock)
-            future.add_done_callback(partial(self._hand_over, run))
-
-    def _is_small(self, batch: Batch[Entry]) -> bool:
-        return (
-            batch.cost <= self.inline_flops and sum(entry.size for entry in batch.entries) <= self._device.inline_bytes
-        )
+            return
+        parts = None
+        if self._lock is not None and size <= self._device.launch_bytes:
+            parts = launch(self._device, batch.entries, self._lock)
+        if parts is None:
+            parts = partial(compute, self._device, batch.entries, self._lock)
+        self._loop.run_in_executor(self._threads, parts).add_done_callback(partial(self._hand_over, run))
 
     def free(self, run: Run, now: float) -> float:
         """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
