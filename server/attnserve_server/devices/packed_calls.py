@@ -188,8 +188,9 @@ class _Call:
         self._sent_sinks = None
         if sink_bytes:
             self._sent_sinks = sent[begins[3] : begins[3] + sink_bytes].view(torch.float32).view(queries, -1)
+        numbers = sent.view(torch.int32)
         self._starts = [
-            sent[begin : begin + places.nbytes].view(torch.int32)
+            numbers.as_strided(places.shape, (1,), begin // 4)
             for begin, places in zip(begins[4:], starts, strict=False)
         ]
 

@@ -6,7 +6,7 @@ Tokens come first here, as the kernels have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +91,23 @@ class RaggedKernel:
 def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """A tensor whose last axis is widened with zeros, and packed: it and its rows are then aligned."""
     missing = width - tensor.shape[-1]
+    if not missing and begins_aligned(tensor) and tensor.stride() == _packed(tensor.shape):  # nearly always
+        return tensor
     if missing:
         tensor = torch.nn.functional.pad(tensor, (0, missing))
     tensor = tensor.contiguous()
     if not begins_aligned(tensor):  # a part of one row is packed, too, wherever it begins
         tensor = tensor.clone()
     # Kernels check strides; an axis of length 1 can have any, even in a packed tensor, but not in a view of a flat one.
-    return tensor if 1 not in tensor.shape else tensor.view(-1).view(tensor.shape)
+    return tensor.view(-1).view(tensor.shape)
+
+
+def _packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a packed tensor."""
+    strides = [1]
+    for length in shape[:0:-1]:
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides))
 
 
 def begins_aligned(tensor: torch.Tensor) -> bool:

@@ -48,7 +48,8 @@ def attend(call: RaggedCall) -> RaggedResult:
     if call.return_lse:
         lse = lse.t()
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-    return RaggedResult(output[..., :width], lse if call.return_lse else None)
+    output = output if widest == width else output[..., :width]
+    return RaggedResult(output, lse if call.return_lse else None)
 
 
 def attend_scattered(call: ScatteredCall) -> RaggedResult:
