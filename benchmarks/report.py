@@ -151,7 +151,7 @@ def _steps(result: Result) -> list[str]:
     """The cost of a decoder's step, compared with torch in process plus a round trip without computation."""
     lines = []
     for each in result.workloads:
-        if each.in_flight > 1 or not each.name.startswith("D"):
+        if each.in_flight > 1 or not each.name.startswith(("D", "C", "G")):
             continue
         compute, transport, step = (_median(each, way, "p50_us") for way in (IN_PROCESS, TRANSPORT, SERVICE))
         lines.append(

@@ -51,6 +51,7 @@ NEEDED: Final = {
     "rich": "rich",
     "safetensors": "safetensors",
     "torch": "torch",
+    "transformers": "transformers",
 }
 """The modules that the steps import, and their distributions."""
 LEAST_S: Final = 20.0
@@ -95,7 +96,8 @@ class Ending:
 def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]:
     """All steps on a device. `measured` are further arguments for the benchmark."""
     python, tests = sys.executable, "tests/gpu"
-    pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=5")
+    # Not by plugins that happen to be there: this one warns, which fails.
+    pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "--durations=5")
     kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/devices/test_cuda_fake.py")
     caches = (*pytest, f"{tests}/test_cuda_caches.py")
     overlap = (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py")
@@ -113,6 +115,7 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
     workloads = [bench(name, "--workloads", name, "--no-curves", "--no-memory") for name in _workloads(device)]
     yield from workloads[:3]
     yield Step("service", (*pytest, f"{tests}/test_cuda_service.py"), 480, device=device)
+    yield Step("layers", (*pytest, f"{tests}/test_cuda_layers.py"), 240, device=device)
     yield from workloads[3:]
     yield bench("curves", "--workloads", "none", "--open", "none", limit=300)
 
