@@ -137,13 +137,13 @@ def _launch_on_tensors(
     computed = [group.compute(pool, scattering) for group in groups if scattering is not None]
     attended = iter(attend_tensors(queries, pool, device) if queries else ())
     parts = [_arranged(batch[place], [next(attended) for _ in batch[place].uses]) for place in rest]
-    after_compute = perf_counter()
     # What says whether results have a meaning comes with them.
     fetch = device.fetching([*itertools.chain(*computed), *tensors_of(parts)])
     kernel_calls = device.take_kernel_calls()
 
     def finish() -> BatchResult:
         here = iter(fetch())
+        after_compute = perf_counter()
         results: list[RequestResult | None] = [None] * len(batch)
         for group, tensors in zip(groups, computed, strict=True):
             for place, result, suspects in group.results([next(here) for _ in tensors]):

@@ -7,7 +7,6 @@ threads would. The native kernel computes what it can, the kernels on torch tens
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +76,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
-        self.inline_bytes = sys.maxsize  # what is more takes more operations
+        self.inline_bytes = 0
         self.launch_bytes = 0
         self.is_eager = True
         self.description = cpus.model()

@@ -46,7 +46,7 @@ class Device(Compute, Protocol):
     """Batches of up to this many FLOPs run faster on the caller's thread than on another, unless it has another one."""
 
     inline_bytes: int
-    """And of requests and replies of up to so many bytes together."""
+    """And of requests and replies of up to so many bytes together, where several batches are computed at a time."""
 
     launch_bytes: int
     """Batches of requests and replies of up to so many bytes together are launched on the caller's thread, if they can

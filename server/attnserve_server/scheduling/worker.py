@@ -102,16 +102,18 @@ class Worker:
     def run(self, run: Run, seconds: float) -> None:
         """Computes the batch that was taken last, which should take `seconds` by itself."""
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
-        batch, size = run.batch, sum(entry.size for entry in run.batch.entries)
+        batch, lock = run.batch, self._lock
+        size = 0 if lock is None else sum(entry.size for entry in batch.entries)
         if len(self.runs) == 1 and batch.cost <= self.inline_flops and size <= self._device.inline_bytes:
-            self._computed(run, compute(self._device, batch.entries, self._lock))
+            self._computed(run, compute(self._device, batch.entries, lock))
             return
-        parts = None
-        if self._lock is not None and size <= self._device.launch_bytes:
-            parts = launch(self._device, batch.entries, self._lock)
-        if parts is None:
-            parts = partial(compute, self._device, batch.entries, self._lock)
-        self._loop.run_in_executor(self._threads, parts).add_done_callback(partial(self._hand_over, run))
+        launched = None
+        if lock is not None and size <= self._device.launch_bytes:
+            launched = launch(self._device, batch.entries, lock)
+        future = self._loop.run_in_executor(
+            self._threads, launched or partial(compute, self._device, batch.entries, lock)
+        )
+        future.add_done_callback(partial(self._hand_over, run))
 
     def free(self, run: Run, now: float) -> float:
         """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
