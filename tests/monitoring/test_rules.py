@@ -16,6 +16,9 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_server import MONITORING, RULES, promtool
 
+from attnserve._commands import top_figures
+from attnserve_server.scheduling.admission import ALWAYS_WAIT
+
 OPERATIONS = (MONITORING.parents[1] / "docs" / "operations.md").read_text("utf-8")
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
 TESTS: list[dict[str, Any]] = yaml.safe_load((MONITORING / "rules_test.yaml").read_text("utf-8"))["tests"]
@@ -29,6 +32,14 @@ def test_promtool_finds_no_fault() -> None:
 
 def test_alerts_come_when_they_must_and_only_then() -> None:
     promtool("test", "rules", str(MONITORING / "rules_test.yaml"))
+
+
+def test_what_counts_as_a_queue_is_what_the_server_counts_as_one() -> None:
+    """Fewer requests are never refused for the time that they wait, and that time says nothing."""
+    assert top_figures.QUEUE == ALWAYS_WAIT
+    for name in ("rules.yaml", "dashboard.json"):
+        found = re.findall(r"attnserve_queue_requests[^>]*>=? bool (\d+)", (MONITORING / name).read_text("utf-8"))
+        assert found == [str(ALWAYS_WAIT)], name
 
 
 @pytest.mark.parametrize("name", ALERTS)
