@@ -93,7 +93,7 @@ def test_rates_are_per_second() -> None:
     assert (found.version, found.device.name, found.state) == ("1.2.3", "cpu", "serving")
 
 
-@pytest.mark.parametrize(("waiting", "bound"), [(8.0, "requests"), (9.0, "seconds")])
+@pytest.mark.parametrize(("waiting", "bound"), [(15.0, "requests"), (16.0, "seconds")])
 def test_few_requests_are_no_queue_however_long_they_take(waiting: float, bound: str) -> None:
     load = Load(waiting, 0.0, {"requests": 10.0, "seconds": 3.0}, {"requests": 100.0, "seconds": 1.0})
     assert load.fullest[0] == bound
