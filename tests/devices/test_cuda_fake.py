@@ -91,14 +91,41 @@ def test_a_small_request_is_few_operations() -> None:
 def test_what_is_launched_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     device = hollow_device(META, monkeypatch)
     device._transfers = transfers = MetaTransfers(META, computes_first=True)  # type: ignore[assignment]
-    options: list[dict[str, Any]] = [{}, {"mask_shape": (5, 7)}]
-    requests = [request_of(Plan(dtype="float16", **each), 0, {"return_lse": True}) for each in options]
+    requests = [request_of(Plan(dtype="float16", batch=n), 0, {"return_lse": True}) for n in (1, 3)]
     finish = device.launch(requests)
+    assert finish is not None
     assert transfers.waits == 0
     with ThreadPoolExecutor(1) as thread:
         batch = thread.submit(finish).result()
     assert transfers.waits == 1
     assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [r.reply_bytes for r in requests]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask_shape": (5, 7)},
+        {"softcap": 1.0},
+        {
+            "rank": 3,
+            "layout": "packed",
+            "batch": 300,
+            "query_length": 1,
+            "key_length": 2,
+            "query_lengths": (1,) * 300,
+            "kv_lengths": (1, 2) * 150,
+        },
+    ],
+    ids=["mask", "softcap", "many spans"],
+)
+def test_what_takes_many_operations_is_not_launched(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Others would wait for it, whatever its bytes."""
+    device = hollow_device(META, monkeypatch)
+    device._transfers = transfers = MetaTransfers(META, computes_first=True)  # type: ignore[assignment]
+    few, many = (request_of(Plan(dtype="float16", **each), 0, {}) for each in ({}, options))
+    assert device.launch([few, many]) is None
+    assert not transfers.uploaded
+    assert device.launch([few]) is not None
 
 
 @EVERYWHERE

@@ -24,6 +24,9 @@ class Stream:
     asked: int = 0
     waited: int = 0
 
+    def wait_stream(self, other: Stream) -> None:
+        """Orders what is submitted from now on, which is never waited for here."""
+
 
 class Event:
     """An event on such streams."""

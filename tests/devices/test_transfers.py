@@ -198,6 +198,24 @@ def test_a_thread_that_waits_for_long_sleeps(machine: Machine, events: type[Even
     assert (len(events.waited), events.slept) == (1, slept)
 
 
+@pytest.mark.parametrize("large_first", [True, False])
+def test_all_that_was_fetched_is_there_whatever_its_size(
+    machine: Machine, events: type[Event], monkeypatch: pytest.MonkeyPatch, large_first: bool
+) -> None:
+    """What is little is not copied back on the stream on which what is much is."""
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    monkeypatch.setattr(transfers, "allocate", lambda size: HostMemory(machine))
+    fetched = []
+    for is_large in (large_first, not large_first):
+        monkeypatch.setattr(transfers_module, "AT_ONCE", 0 if is_large else 12)
+        fetched.append(transfers.fetch(machine.new()))
+    assert len({memory.writer for memory in fetched}) == 2
+    transfers.asked().until_fetched()
+    ((stream, _),) = events.waited
+    for memory in fetched:
+        memory.used_by(stream)
+
+
 @pytest.mark.parametrize(("at_once", "stream"), [(12, "_compute_stream"), (11, "_fetch_stream")])
 def test_what_is_little_is_copied_between_kernels(
     machine: Machine, events: type[Event], monkeypatch: pytest.MonkeyPatch, at_once: int, stream: str
@@ -212,7 +230,9 @@ def test_what_is_little_is_copied_between_kernels(
     assert (uploaded.home is machine.default) == (stream == "_compute_stream")
     fetched = transfers.fetch(machine.new())
     transfers.asked().until_fetched()
-    assert events.waited == [(getattr(transfers, stream), fetched.written)]
+    ((waited, _),) = events.waited
+    assert waited is getattr(transfers, stream)
+    fetched.used_by(waited)
     with ThreadPoolExecutor(1) as other:
         other.submit(lambda: setattr(transfers._thread, "fetches", True)).result()
     transfers.asked().until_fetched()

@@ -84,12 +84,11 @@ class Batch:
 class PairDevice:
     """A device for two batches at a time, which fails as its requests say."""
 
-    inline_bytes = 12  # of messages and replies
-    is_eager = False
+    inline_flops = -1
     depth = 2
 
-    def __init__(self, inline_flops: int = -1, launch_bytes: int = 0) -> None:
-        self.inline_flops, self.launch_bytes = inline_flops, launch_bytes
+    def __init__(self, launch_bytes: int = 0) -> None:
+        self.launch_bytes = launch_bytes
         self.launched: list[threading.Thread] = []
         """By which threads batches were launched."""
         self.fails_to_launch = False

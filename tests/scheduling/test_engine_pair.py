@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from time import perf_counter
 
 import pytest
@@ -23,31 +22,6 @@ async def test_the_next_batch_is_there_while_one_computes() -> None:
     second = await bench.given(Asked(2), Asked(3))
     assert bench.device.costs() == [[5], [2, 3]]
     assert not any(bench.replies[entry] for entry in first + second)
-    await bench.finish()
-
-
-@pytest.mark.parametrize(
-    ("costs", "size", "inline"), [((5,), 1, True), ((2, 3), 5, True), ((6,), 1, False), ((2, 3), 6, False)]
-)
-async def test_little_is_computed_on_the_loop(costs: Sequence[int], size: int, inline: bool) -> None:
-    """With all that came in the same turn: launching a batch takes longer than reading another request."""
-    bench = PairBench(device=PairDevice(inline_flops=5))
-    bench.device.end_all()
-    entries = bench.submit(*(Asked(cost, received_bytes=size) for cost in costs))
-    bench.engine.hurry()
-    assert not bench.device.batches
-    await bench.answers(entries)
-    (batch,) = bench.device.batches
-    assert len(batch.requests) == len(costs)
-    assert (batch.thread is threading.current_thread()) == inline
-    await bench.finish()
-
-
-async def test_what_would_wait_for_another_batch_is_not_computed_on_the_loop() -> None:
-    bench = PairBench(device=PairDevice(inline_flops=5))
-    await bench.given(Asked(6))
-    await bench.given(Asked(1), Asked(2), Asked(3, needs=["x"]), Asked(4))
-    assert all(batch.thread is not threading.current_thread() for batch in bench.device.batches)
     await bench.finish()
 
 

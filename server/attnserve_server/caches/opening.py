@@ -16,7 +16,7 @@ from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.host import control_groups
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.settings import units
-from attnserve_server.settings.config import Config
+from attnserve_server.settings.config import LEAST_PAGE_BYTES, Config
 from attnserve_server.start_errors import ConfigError, StartError
 
 DEFAULT_CACHE_BYTES: Final = 512 << 20
@@ -35,6 +35,8 @@ def open_caches(config: Config, device: Device) -> Host:
     pool_bytes = config.cache_bytes or _default_bytes(device, memory)
     page_bytes = config.cache_page_bytes or _default_page_bytes(device, pool_bytes)
     size = units.format_size(pool_bytes)
+    if pool_bytes < LEAST_PAGE_BYTES:
+        raise StartError(f"cache_bytes: there is no memory for a page of caches on {device.name}")
     if pool_bytes < page_bytes:
         expected = f"at most cache_bytes, by default {size} here"
         raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))

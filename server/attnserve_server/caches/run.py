@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ from attnserve_server.requests.work import BatchResult, Finish, RequestResult, W
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
     from attnserve_server.devices import Device
+
+
+FEW_CACHES: Final = 512
+"""Requests to so many are read, planned and put together in a millisecond or two."""
+FEW_COPIES: Final = 16
+"""So many pages that are shared are copied, by some operations each, while others wait."""
 
 
 def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
@@ -80,15 +86,25 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
 
 
 def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> Finish | None:
-    """Has requests of one group computed, if all can be by a device with a kernel for keys that lie anywhere."""
-    if device.scattering is None or batch[0].unfinished is not None:
+    """Has requests of one group computed that take few operations: those that append one token at most to each of few
+    caches, and are computed by the kernel for keys that lie anywhere.
+    """
+    if device.scattering is None or batch[0].unfinished is not None or not _are_few(batch):
         return None
     groups = alike(batch, pool)
     if sum(len(group.places) for group in groups) < len(batch):
         return None
+    device.take_kernel_calls()  # of what this thread has launched and failed
     begin = perf_counter()
     _append(pool, device, batch)
     return _launch_on_tensors(pool, device, batch, groups, perf_counter() - begin)
+
+
+def _are_few(batch: Sequence[CachedRequest]) -> bool:
+    """Whether requests take some dozens of operations, whatever their caches hold."""
+    copies = sum(len(placement.copies) for request in batch for placement in request.placements)
+    caches = sum(len(request.uses) for request in batch)
+    return caches <= FEW_CACHES and copies <= FEW_COPIES and all(request.problem.kv_length <= 1 for request in batch)
 
 
 def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
@@ -134,7 +150,10 @@ def _launch_on_tensors(
     for place in rest:
         queries += _queries(device, batch[place], range(len(batch[place].uses)))
     after_staging = perf_counter()
-    computed = [group.compute(pool, scattering) for group in groups if scattering is not None]
+    computed = []
+    for group in groups:
+        assert scattering is not None
+        computed.append(group.compute(pool, scattering))
     attended = iter(attend_tensors(queries, pool, device) if queries else ())
     parts = [_arranged(batch[place], [next(attended) for _ in batch[place].uses]) for place in rest]
     # What says whether results have a meaning comes with them.

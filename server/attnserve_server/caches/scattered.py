@@ -34,6 +34,8 @@ BLOCK_ROWS: Final = 128
 """The most queries that the kernel computes together. It starts as many blocks for each sequence of keys as for the one
 with the most queries, also if most are empty: what more queries attend to is several sequences.
 """
+MOST_REMEMBERED: Final = 4096
+"""Plans for so many pages are remembered: one takes 100 KB, and can be made in half a millisecond."""
 _MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
 MAX_ROWS: Final = 2**31 - 1
 """The kernel counts rows of keys in int32."""
@@ -204,22 +206,27 @@ class _Plan(NamedTuple):
 
 
 def _planned(reaches: Sequence[Reach], per_page: int, page_rows: int, rows: int) -> _Plan:
-    """The plan for ranges of tokens, with so many rows of queries each."""
+    """The plan for ranges of tokens, with so many rows of queries each, remembered or made."""
     begins, ends = (np.array(each, np.int64) for each in list(zip(*reaches, strict=True))[1:])
     firsts = (begins // per_page).tolist()
     lasts = (-(-ends // per_page)).tolist()
     taken = zip(reaches, firsts, lasts, strict=True)
     pages = np.concatenate([np.asarray(each.pages[first:last], np.int32) for each, first, last in taken])
-    return _plan(pages.tobytes(), begins.tobytes(), ends.tobytes(), per_page, page_rows, rows)
+    plan = _remembered if len(pages) <= MOST_REMEMBERED else _plan
+    most = max(1, BLOCK_ROWS // rows)
+    return plan(pages.tobytes(), begins.tobytes(), ends.tobytes(), per_page, page_rows, rows, most)
 
 
-@lru_cache(maxsize=32)
-def _plan(pages_: bytes, begins_: bytes, ends_: bytes, per_page: int, page_rows: int, rows: int) -> _Plan:
-    """The same, of int32 `pages` and of int64 `begins` and `ends`. Many ask the same caches again and again."""
+def _plan(
+    of_pages: bytes, of_begins: bytes, of_ends: bytes, per_page: int, page_rows: int, rows: int, most: int
+) -> _Plan:
+    """The plan for ranges of tokens, of which `of_pages` are the pages, int32, and the others where they begin and end,
+    int64. A part has at most so many queries.
+    """
     pages, begins, ends = (
-        np.frombuffer(pages_, np.int32),
-        np.frombuffer(begins_, np.int64),
-        np.frombuffer(ends_, np.int64),
+        np.frombuffer(of_pages, np.int32),
+        np.frombuffer(of_begins, np.int64),
+        np.frombuffer(of_ends, np.int64),
     )
     firsts = begins // per_page
     counts = -(-ends // per_page) - firsts
@@ -237,7 +244,7 @@ def _plan(pages_: bytes, begins_: bytes, ends_: bytes, per_page: int, page_rows:
         ordered = alike[order]
         changes = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
         place[order] = np.arange(len(order))
-        readers = _divided(np.concatenate(([0], changes, [len(order)])), max(1, BLOCK_ROWS // rows))
+        readers = _divided(np.concatenate(([0], changes, [len(order)])), most)
         starts, lengths = (each[order][readers[:-1]] for each in (starts, lengths))
         sequence = sequence[order]
     levels, sizes = _levels(counts, place)
@@ -250,6 +257,10 @@ def _plan(pages_: bytes, begins_: bytes, ends_: bytes, per_page: int, page_rows:
         int(lengths.max()),
         [_Merge(size, level is None) for level, size in zip(levels, sizes, strict=True)],
     )
+
+
+_remembered = lru_cache(maxsize=32)(_plan)
+"""Many ask the same caches again and again."""
 
 
 def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from attnserve import _dtypes
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered import Reach, attend_ranges, computes, reach
 from attnserve_server.caches.scattered_queries import with_sinks
+from attnserve_server.devices.inputs import sinks_of
 from attnserve_server.devices.packed_calls import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.fused import is_fusable
@@ -68,7 +67,8 @@ class AlikeRequests:
         self._sinks = None
         if "sinks" in problem.tensors:
             here = device.allocate(4 * prod(shape[:2])).view(torch.float32).view(shape[:2])
-            each = np.stack([_sinks(request) for request in self._requests])
+            given = [(request.problem.tensors["sinks"], request.payloads) for request in self._requests]
+            each = np.stack([sinks_of(*of_request) for of_request in given])
             here.numpy()[...] = np.repeat(each, [len(request.uses) for request in self._requests], axis=0)
             self._sinks = device.upload(here)
 
@@ -132,9 +132,3 @@ def _reaches(request: CachedRequest, pool: PagePool) -> list[Reach] | None:
             return None
         reaches.append(own)
     return reaches
-
-
-def _sinks(request: CachedRequest) -> NDArray[np.float32]:
-    """A request's sinks [Hq] in float32."""
-    spec = request.problem.tensors["sinks"]
-    return np.frombuffer(request.payloads[spec.payload], _dtypes.NUMPY[spec.dtype]).astype(np.float32)

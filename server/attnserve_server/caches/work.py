@@ -93,7 +93,7 @@ class CacheWork:
         return False
 
     def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
-        """Most are waited for."""
+        """None: it is computed by `run_batch`, on a thread that waits."""
         return None
 
     @property

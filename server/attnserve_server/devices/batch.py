@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Final
 
 import torch
 
 from attnserve_server.devices.packed_calls import StagedPack
-from attnserve_server.devices.packing import pack
+from attnserve_server.devices.packing import Pack, pack
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.devices.transfers import Transfers
@@ -24,17 +25,27 @@ from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
+FEW_SPANS: Final = 256
+"""So many spans are put together in a millisecond."""
+
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
     """Computes a batch, on the device that transfers go to."""
-    return launch_batch(requests, transfers, kernels)()
+    return _launch(requests, transfers, *pack(requests, kernels))()
 
 
-def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> Finish:
-    """Has a batch computed, without waiting."""
+def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> Finish | None:
+    """Has a batch computed, without waiting; None if that takes more than some dozens of operations."""
+    if sum(len(request.spans) for request in requests) > FEW_SPANS:
+        return None
+    packs, places = pack(requests, kernels)
+    return None if places else _launch(requests, transfers, packs, places)
+
+
+def _launch(requests: Sequence[Request], transfers: Transfers, packs: Sequence[Pack], places: Sequence[int]) -> Finish:
+    """Has a batch computed of which these are the packs, and the places of all other requests."""
     begin = perf_counter()
     stager = Stager(transfers.allocate, transfers.upload, looks=False)
-    packs, places = pack(requests, kernels)
     others = [requests[place] for place in places]
     staged_packs = [StagedPack(each, requests, transfers) for each in packs]
     staged = stager.stage(others)

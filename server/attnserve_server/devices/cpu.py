@@ -76,9 +76,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
-        self.inline_bytes = 0
         self.launch_bytes = 0
-        self.is_eager = True
         self.description = cpus.model()
         self.native = native
         self.instructions = "" if native is None else native.instructions

@@ -1,7 +1,7 @@
 """A CUDA device: batches of requests, and attention for caches and layers on tensors that are there already.
 
-A batch is computed as in `batch.py`, and while it computes another thread stages the next: two batches share nothing
-but the streams. Caches and layers continue on the device with the results of calls (`attend`). Caches wait for the
+A batch is computed as in `batch.py`, and while it computes the next one is staged: two batches share nothing but the
+streams. Caches and layers continue on the device with the results of calls (`attend`). Caches wait for the
 flags that say whether inputs were finite once per list of calls, so mostly once; layers are computed as if everything
 were finite and wait at their end (`share`): if something was not, they are recomputed, waiting at each attention.
 Layers whose keys are in caches wait that way from the start.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve_server.devices.batch import launch_batch, mend
+from attnserve_server.devices.batch import launch_batch, mend, run_batch
 from attnserve_server.devices.compute import (
     ApplyPacked,
     AttendPacked,
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 Done = TypeVar("Done")
+"""What a computation gives."""
 
 
 class _KernelCalls(local):
@@ -74,17 +75,11 @@ class CudaDevice:
 
     threads = 0
     instructions = ""
-    inline_flops = 500_000_000
-    """Some 10 to 100 microseconds of the device, which are fewer than a thread takes to wake up."""
-
-    inline_bytes = 1 << 20
-    """Copying these takes no longer."""
+    inline_flops = -1
+    """Nothing is computed on the caller's thread, not even a batch without work: it would wait for the device."""
 
     launch_bytes = 8 << 20
     """Copying these takes about a millisecond."""
-
-    is_eager = False
-    """Launching a batch takes longer than reading another request."""
 
     depth = 2
     """One batch computes while another is staged."""
@@ -113,12 +108,12 @@ class CudaDevice:
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
-        return self.launch(requests)()
+        return self._letting_go(lambda: run_batch(requests, self._transfers, RAGGED_KERNELS))
 
-    def launch(self, requests: Sequence[Request]) -> Finish:
-        """Has a batch computed. Raises the same, and so may what it returns."""
+    def launch(self, requests: Sequence[Request]) -> Finish | None:
+        """Has a batch computed that takes few operations. Raises the same, and so may what it returns."""
         finish = self._letting_go(lambda: launch_batch(requests, self._transfers, RAGGED_KERNELS))
-        return lambda: self._letting_go(finish)
+        return None if finish is None else lambda: self._letting_go(finish)
 
     def _letting_go(self, compute: Callable[[], Done]) -> Done:
         """The result of a computation here. An error that is kept would keep its frames, and with them the tensors of
@@ -241,14 +236,16 @@ class CudaDevice:
         return "request"
 
     def warm_up(self) -> None:
-        """Loads every kernel and pins memory, on as many short-lived threads as there are batches at a time.
+        """Loads every kernel and pins memory, on as many short-lived threads as may compute at a time: one that
+        launches, and one for each batch.
 
         A thread's first call makes a cuBLAS handle for it; when the thread ends, the next one inherits that.
         """
         self._transfers.warm_up()
-        together = Barrier(self.depth)
-        with ThreadPoolExecutor(self.depth, "attnserve-warm-up") as threads:
-            for done in [threads.submit(self._warm_up, together) for _ in range(self.depth)]:
+        count = self.depth + 1
+        together = Barrier(count)
+        with ThreadPoolExecutor(count, "attnserve-warm-up") as threads:
+            for done in [threads.submit(self._warm_up, together) for _ in range(count)]:
                 done.result()
         for request in warm_requests():
             self.run([request])

@@ -43,22 +43,17 @@ class Device(Compute, Protocol):
     """The instruction set of the native kernel, such as `AVX-512`; empty where there is none."""
 
     inline_flops: int
-    """Batches of up to this many FLOPs run faster on the caller's thread than on another, unless it has another one."""
-
-    inline_bytes: int
-    """And of requests and replies of up to so many bytes together, where several batches are computed at a time."""
+    """Batches of up to this many FLOPs run faster on the caller's thread than on another."""
 
     launch_bytes: int
-    """Batches of requests and replies of up to so many bytes together are launched on the caller's thread, if they can
-    be: two threads that launch would take the interpreter from each other at each operation. 0: none are.
+    """Batches of requests and replies of up to so many bytes together are launched on the caller's thread, if they take
+    few operations: two threads that launch would take the interpreter from each other at each. 0: none are.
     """
-
-    is_eager: bool
-    """Whether such a batch takes less time than others would to join it."""
 
     depth: int
     """How many batches it takes at a time, each on a thread of its own: 1 where staging takes the processors that
-    compute, more where one batch can be staged while another computes. All calls for a batch are made on its thread.
+    compute, more where one batch can be staged while another computes. All calls for a batch are made on its thread,
+    but for those that launch it.
     """
 
     messages: Messages | None
@@ -71,7 +66,7 @@ class Device(Compute, Protocol):
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""
 
     def launch(self, requests: Sequence[Request]) -> Finish | None:
-        """The same, with the wait apart; None if it computes on the thread that asks."""
+        """The same, with the wait apart; None if it computes on the thread that asks, or in many operations."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """Host memory of `size` bytes, to be filled and uploaded."""
@@ -86,7 +81,7 @@ class Device(Compute, Protocol):
         """The same, with the wait apart, which may be on another thread."""
 
     def take_kernel_calls(self) -> Counter[str]:
-        """The kernel calls, by name, that this thread's batch has made since they were last taken."""
+        """The kernel calls, by name, that this thread has made since they were last taken."""
 
     def blame(self, error: Exception) -> Blame:
         """What made a computation fail, by the exception that it raised; checks whether the device still works."""

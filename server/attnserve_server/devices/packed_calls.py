@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnserve import _dtypes
 from attnserve.v1 import tensor_pb2 as pb
+from attnserve_server.devices.inputs import sinks_of
 from attnserve_server.devices.packing import Pack, Piece, Window
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.bias import add_sinks
@@ -52,12 +52,16 @@ Exactly: TypeAlias = Callable[[Request], RequestResult]
 
 
 class StagedPack:
-    """A pack whose inputs are on the device, or on their way."""
+    """A pack of which the inputs of the first call are on the device, or on their way. Those of further calls follow
+    while the one before is computed.
+    """
 
     def __init__(self, pack: Pack, requests: Sequence[Request], transfers: Transfers) -> None:
         self._pack = pack
         self._members = [requests[place] for place in pack.places]
         self._calls = [_Call(pack, window, pieces, self._members, transfers) for window, pieces in pack.calls()]
+        if self._calls:
+            self._calls[0].stage()
 
     @property
     def kernel(self) -> str:
@@ -71,8 +75,10 @@ class StagedPack:
 
     def run(self) -> None:
         """Computes it on the current stream, and has the results fetched, without waiting for anything."""
-        for call in self._calls:
+        for call, following in itertools.zip_longest(self._calls, self._calls[1:]):
             call.run()
+            if following is not None:
+                following.stage()
 
     def results(self, exactly: Exactly) -> Iterator[tuple[int, RequestResult]]:
         """The places in the batch of its requests and, once they have been fetched, their results. Those of requests
@@ -143,7 +149,6 @@ class _Call:
             _Input("key", keys, problem.kv_heads, problem.key_dim, item_bytes),
             _Input("value", keys, problem.kv_heads, problem.value_dim, item_bytes),
         )
-        self._stage()
 
     def _is_fetched_apart(self, piece: Piece) -> bool:
         problem = self._members[piece.member].problem
@@ -154,7 +159,7 @@ class _Call:
         problem = self._members[piece.member].problem
         return _is_rearranged(problem, piece.sequences, each.length(piece), each.heads, each.width)
 
-    def _stage(self) -> None:
+    def stage(self) -> None:
         """Copies the inputs, in the kernel's order or raw, and sends them."""
         problem, pieces, inputs = self._problem, self._pieces, self._inputs
         queries = inputs[0].tokens
@@ -208,7 +213,8 @@ class _Call:
 
     def _sinks(self) -> NDArray[np.float32]:
         """[T, Hq]."""
-        each = np.stack([_sinks(self._members[piece.member]) for piece in self._pieces])
+        members = [self._members[piece.member] for piece in self._pieces]
+        each = np.stack([sinks_of(member.problem.tensors["sinks"], member.payloads) for member in members])
         return np.repeat(each, [piece.queries for piece in self._pieces], axis=0)
 
     def _in_order(self, each: _Input, sent: torch.Tensor) -> torch.Tensor:
@@ -260,6 +266,7 @@ class _Call:
         self._lse = fetch(lse.t()) if problem.return_lse and lse is not None else None
         # A sum is finite only if all its terms are; one that is not may just have overflowed.
         self._sum = None if self._looked_at else fetch(self._elements.sum(dtype=torch.float32))
+        del self._elements, self._sent, self._sent_sinks, self._starts  # the next call may need the memory
 
     def suspects(self) -> set[int]:
         """The members of which any input is not finite."""
@@ -315,12 +322,6 @@ def with_axes(array: Bits, problem: Problem) -> Bits:
     if array.ndim == 3:
         array = array[None]
     return array if problem.length_first else array.swapaxes(1, 2)
-
-
-def _sinks(request: Request) -> NDArray[np.float32]:
-    """A request's sinks [Hq]."""
-    dtype = _dtypes.NUMPY[request.problem.tensors["sinks"].dtype]
-    return np.frombuffer(request.payload("sinks"), dtype).astype(np.float32)
 
 
 def _is_finite(bits: Bits, dtype: int) -> bool:

@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import local
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
-MAX_PINNED = 1 << 30
+MAX_PINNED: Final = 1 << 30
 """Blocks above this many bytes are ordinary memory: copying them blocks, but nothing stays pinned."""
-AT_ONCE = 1 << 20
+AT_ONCE: Final = 1 << 20
 """Up to so many bytes are copied on the compute stream."""
-AWAKE_S = 100e-6
+AWAKE_S: Final = 100e-6
 """How long a thread that waits for the device stays awake."""
-WARM_BLOCKS = 4
+WARM_BLOCKS: Final = 4
 """Pinned blocks of each size that are allocated at the start: inputs and outputs of two batches."""
-WARM_POWERS = range(12, 26)
+WARM_POWERS: Final = range(12, 26)
 """Those sizes as powers of two: 4 KiB to 32 MiB. Others are allocated when first needed, which takes a millisecond for
 each 2 MiB."""
 
@@ -120,12 +120,14 @@ class CudaTransfers:
         return host
 
     def asked(self) -> Asked:
-        """How far the streams have to get that compute and, if this thread has had anything copied back there since it
-        last asked, copy back.
+        """How far the streams have to get that compute, which is also where what is little is copied back, and, if this
+        thread has had anything copied back there since it last asked, copy back.
         """
-        computed = _mark(self._compute_stream)
-        fetched = _mark(self._fetch_stream) if self._thread.fetches else computed
-        self._thread.fetches = False
+        computed = fetched = _mark(self._compute_stream)
+        if self._thread.fetches:
+            self._fetch_stream.wait_stream(self._compute_stream)
+            fetched = _mark(self._fetch_stream)
+            self._thread.fetches = False
         return Asked(computed, fetched)
 
     def warm_up(self) -> None:

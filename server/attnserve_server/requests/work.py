@@ -179,7 +179,7 @@ class Independent:
         return 0
 
     def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
-        """It is always waited for."""
+        """None: it is computed by `run_batch`, on a thread that waits."""
         return None
 
     def enter(self) -> None:

@@ -71,12 +71,12 @@ def launch(device: Device, entries: list[Entry], lock: SharedLock) -> Callable[[
     finally:
         if finish is None:
             lock.unshare()
-    return None if finish is None else partial(_finished, device, entries, lock, finish)
+    return None if finish is None else partial(_finished, device, entries, lock, [finish])
 
 
-def _finished(device: Device, entries: list[Entry], lock: SharedLock, finish: Finish) -> list[Part]:
+def _finished(device: Device, entries: list[Entry], lock: SharedLock, finish: list[Finish]) -> list[Part]:
     try:
-        return [Part(entries, _of_all(finish(), entries))]
+        return [Part(entries, _of_all(finish.pop()(), entries))]  # nothing keeps what it holds if it fails
     except Exception:
         logger.info("a batch of %d that was launched failed", len(entries), exc_info=True)
     finally:

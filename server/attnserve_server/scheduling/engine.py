@@ -121,7 +121,6 @@ class Engine:
         if (
             queued
             and queued == self._admission.requests
-            and self.worker.is_eager
             and self._queue.cost <= self.worker.inline_flops
             and self._max_wait == 0
         ):

@@ -2,9 +2,9 @@
 
 In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
 outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
-thread costs more than computing it, unless it would wait for another; a larger one in a thread, while the loop receives
-and decodes what comes next. Of what a device computes by itself, only the wait is in a thread, unless much has to be
-copied: two threads that launch would wait for each other at each operation.
+thread costs more than computing it; a larger one in a thread, while the loop receives and decodes what comes next. Of
+what a device computes by itself in few operations, only the wait is in a thread: two threads that launch would wait for
+each other at each operation.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class Worker:
         self._device = device
         self.inline_flops = device.inline_flops
         """The most that a batch computed on the loop may cost, in FLOPs."""
-        self.is_eager = device.is_eager
-        """Whether such a batch is not worth the loop's next turn."""
         self.depth = device.depth
         """How many batches the device takes at a time."""
         self._computed = computed
@@ -103,17 +101,14 @@ class Worker:
         """Computes the batch that was taken last, which should take `seconds` by itself."""
         run.end = (run.begin if len(self.runs) == 1 else max(run.begin, self.runs[-2].end)) + seconds
         batch, lock = run.batch, self._lock
-        size = 0 if lock is None else sum(entry.size for entry in batch.entries)
-        if len(self.runs) == 1 and batch.cost <= self.inline_flops and size <= self._device.inline_bytes:
+        if batch.cost <= self.inline_flops:
             self._computed(run, compute(self._device, batch.entries, lock))
             return
         launched = None
-        if lock is not None and size <= self._device.launch_bytes:
+        if lock is not None and sum(entry.size for entry in batch.entries) <= self._device.launch_bytes:
             launched = launch(self._device, batch.entries, lock)
-        future = self._loop.run_in_executor(
-            self._threads, launched or partial(compute, self._device, batch.entries, lock)
-        )
-        future.add_done_callback(partial(self._hand_over, run))
+        computing = launched or partial(compute, self._device, batch.entries, lock)
+        self._loop.run_in_executor(self._threads, computing).add_done_callback(partial(self._hand_over, run))
 
     def free(self, run: Run, now: float) -> float:
         """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
