@@ -21,6 +21,7 @@ from scattering import HALF, ScatteringDevice, device
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
+from attnserve_server.caches import run as run_module
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.run import launch_batch, run_batch
@@ -29,7 +30,7 @@ from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.devices import Device
 from attnserve_server.kernels import varlen_cuda
-from attnserve_server.requests.work import Phases
+from attnserve_server.requests.work import BatchResult, Phases
 
 __all__ = ["device"]
 
@@ -79,6 +80,13 @@ class Bench:
         data = attend_request(case, references, pair, return_lse=True).SerializeToString()
         request = read_attend(self.host, anybody("here"), data, 0, len(data))
         assert isinstance(request, CachedRequest)
+        return request
+
+    def begun(self, case: Case, appended: int) -> CachedRequest:
+        """Such a request whose turn has come."""
+        request = self.request(case, str(case.query.dtype), appended)
+        request.enter()
+        request.begin()
         return request
 
     def check(self, cases: list[Case], requests: list[CachedRequest]) -> dict[str, int]:
@@ -159,6 +167,45 @@ def test_on_a_device_that_the_host_cannot_read(
     transfers = device._transfers
     assert isinstance(transfers, MetaTransfers)
     assert transfers.waits == 1
+
+
+@HALF
+def test_what_was_launched_and_failed_is_computed(
+    device: ScatteringDevice, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Its appends are written once more."""
+    bench = Bench(device)
+    cases = [stored(replace(PLAN, dtype=dtype).case(n), dtype) for n in range(3)]
+    requests = [bench.request(case, dtype, 1) for case in cases]
+    run_batch = run_module.run_batch
+
+    def failing(tensors: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def launched_first(pool: PagePool, device: Any, batch: Any) -> BatchResult:
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "fetching", failing)
+            with pytest.raises(torch.OutOfMemoryError):
+                launch_batch(pool, device, batch)
+        return run_batch(pool, device, batch)
+
+    monkeypatch.setitem(globals(), "run_batch", launched_first)
+    bench.check(cases, requests)
+    assert len(device.scattered) == 2
+
+
+@pytest.mark.parametrize("appended", [2, 5])
+def test_what_takes_many_operations_is_not_launched(monkeypatch: pytest.MonkeyPatch, appended: int) -> None:
+    """Others would wait for it, whatever its bytes: more than one token for each cache, and more caches than few."""
+    device = hollow_device(META, monkeypatch)
+    bench = Bench(device, META)
+    cases = [replace(PLAN, dtype="bfloat16").case(n) for n in range(2)]
+    transfers: Any = device._transfers
+    assert launch_batch(bench.host.pages, device, [bench.begun(case, appended) for case in cases]) is None
+    monkeypatch.setattr(run_module, "FEW_CACHES", 5)
+    assert launch_batch(bench.host.pages, device, [bench.begun(case, 1) for case in cases]) is None
+    assert not transfers.uploaded
+    assert launch_batch(bench.host.pages, device, [bench.begun(cases[0], 1)]) is not None
 
 
 @pytest.mark.parametrize("options", [*OPTIONS.values(), *OTHERS.values()], ids=[*OPTIONS, *OTHERS])

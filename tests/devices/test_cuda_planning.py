@@ -141,6 +141,40 @@ def test_random_batches_that_can_be_packed(plans: list[Plan], seeds: list[int], 
     check([(plan.case(seed), {"return_lse": lse}) for seed in seeds for plan in plans])
 
 
+@FEW
+@given(
+    plans=st.lists(strategies.plans().map(packable), min_size=1, max_size=4),
+    seeds=st.lists(strategies.SEEDS, min_size=1, max_size=3),
+    call_bytes=st.sampled_from([1, 500, 3000]),
+    sequences=st.sampled_from([1, 3, 65535]),
+    rearranged=st.integers(0, 600),
+)
+def test_random_batches_in_any_parts(
+    plans: list[Plan], seeds: list[int], call_bytes: int, sequences: int, rearranged: int
+) -> None:
+    """However calls are divided, and whatever of each is rearranged on the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CALL_BYTES", call_bytes)
+        patch.setattr(packing, "MAX_SEQUENCES", sequences)
+        patch.setattr(packed_calls, "REARRANGED", rearranged)
+        check([(plan.case(seed), {"return_lse": True}) for seed in seeds for plan in plans])
+
+
+def test_a_call_is_copied_while_the_one_before_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CALL_BYTES", 1)
+    done: list[str] = []
+    for name in ("stage", "run"):
+        method = getattr(packed_calls._Call, name)
+
+        def told(call: Any, name: str = name, method: Any = method) -> None:
+            done.append(name)
+            method(call)
+
+        monkeypatch.setattr(packed_calls._Call, name, told)
+    check([(Plan(dtype="float16").case(seed), {}) for seed in range(3)])
+    assert done == ["stage", "run", "stage", "run", "stage", "run"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", *HALF])
 @pytest.mark.parametrize("layout", ["heads_first", "length_first", "packed"])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -211,6 +245,19 @@ def test_windows_of_long_and_short_sequences() -> None:
         Plan(dtype="float16", query_length=n, key_length=n, window=(6, -1), causal="bottom_right") for n in range(1, 20)
     ]
     assert check([(plan.case(0), {}) for plan in plans]).kernel_calls == {"cuda_varlen": 2}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_sinks_beyond_float32_stay_finite(dtype: str) -> None:
+    """They take all the weight."""
+    case = Plan(dtype=dtype, sinks=True).case(0)
+    case.options["sinks"] = np.full(case.options["sinks"].shape, 1e300)
+    case.__dict__.pop("expected", None)
+    request = request_of(case, return_lse=True)
+    (result,) = run([request]).results
+    arrays = result_of(case, result, request)
+    assert (arrays.output == 0).all()
+    assert (arrays.lse == np.finfo(np.float32).max).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", *HALF])

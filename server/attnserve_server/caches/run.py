@@ -22,7 +22,7 @@ from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.inputs import fill
-from attnserve_server.devices.packed_calls import bytes_of
+from attnserve_server.devices.packed_results import bytes_of
 from attnserve_server.devices.results import Parts, put, results_of, tensors_of
 from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
 from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of

@@ -17,7 +17,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered import Reach, attend_ranges, computes, reach
 from attnserve_server.caches.scattered_queries import with_sinks
 from attnserve_server.devices.inputs import sinks_of
-from attnserve_server.devices.packed_calls import BITS, as_bits, bytes_of, with_axes
+from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64

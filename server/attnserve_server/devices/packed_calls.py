@@ -21,6 +21,16 @@ from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import sinks_of
+from attnserve_server.devices.packed_results import (
+    BITS,
+    Bits,
+    Found,
+    as_bits,
+    bytes_of,
+    has_kernel_order,
+    result_of,
+    with_axes,
+)
 from attnserve_server.devices.packing import Pack, Piece, Window
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.bias import add_sinks
@@ -38,8 +48,6 @@ REARRANGED: Final = 512 << 10
 """Tensors of a piece of up to this many bytes are brought into the kernel's order, or out of it, on the host: on the
 device, each takes some operations more."""
 
-BITS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-"""What elements of some bytes are copied and looked at as: NumPy has no fast operations on half precisions."""
 _EXPONENT: Final[dict[int, int]] = {
     pb.DATA_TYPE_FLOAT32: 0x7F80_0000,
     pb.DATA_TYPE_FLOAT16: 0x7C00,
@@ -47,7 +55,6 @@ _EXPONENT: Final[dict[int, int]] = {
 }
 """The bits that are all set in what is not finite."""
 
-Bits: TypeAlias = NDArray[Any]
 Exactly: TypeAlias = Callable[[Request], RequestResult]
 
 
@@ -85,24 +92,12 @@ class StagedPack:
         whose inputs are not all finite have no meaning: these are computed by `exactly`.
         """
         suspects = set().union(*(call.suspects() for call in self._calls))
-        found: defaultdict[int, list[_Found]] = defaultdict(list)
+        found: defaultdict[int, list[Found]] = defaultdict(list)
         for call in self._calls:
             for each in call.found():
                 found[each.piece.member].append(each)
         for number, (place, member) in enumerate(zip(self._pack.places, self._members, strict=True)):
-            yield place, exactly(member) if number in suspects else _result(member.problem, found[number])
-
-
-class _Found(NamedTuple):
-    """Rows of one piece: output [N, L, H, Dv], or a view of it, as bits, and lse [H, N * L]. `begin` is where the
-    output begins in the kernel's own, in bytes, `whole` all of that; None if it has memory of its own.
-    """
-
-    piece: Piece
-    output: Bits
-    lse: NDArray[np.float32] | None
-    begin: int
-    whole: memoryview | None
+            yield place, exactly(member) if number in suspects else result_of(member.problem, found[number])
 
 
 class _Input(NamedTuple):
@@ -280,7 +275,7 @@ class _Call:
             if not _is_finite(_part(self._members[piece.member], name, piece, bits), dtype)
         }
 
-    def found(self) -> Iterator[_Found]:
+    def found(self) -> Iterator[Found]:
         """The results of each piece."""
         heads, width = self._problem.query_heads, self._problem.value_dim
         lse = None if self._lse is None else self._lse.numpy()
@@ -293,11 +288,11 @@ class _Call:
             own_lse = None if lse is None else lse[:, begin:stop]
             if begin < len(rows):
                 shape = piece.sequences, piece.query_length, heads, width
-                yield _Found(piece, rows[begin:stop].reshape(shape), own_lse, begin * rows.strides[0], whole)
+                yield Found(piece, rows[begin:stop].reshape(shape), own_lse, begin * rows.strides[0], whole)
             else:
                 shape = piece.sequences, heads, piece.query_length, width
                 output = as_bits(next(apart)).reshape(shape).swapaxes(1, 2)
-                yield _Found(piece, output, own_lse, 0, None)
+                yield Found(piece, output, own_lse, 0, None)
             begin = stop
 
 
@@ -315,85 +310,13 @@ def _part(request: Request, name: str, piece: Piece, bits: np.dtype[Any]) -> Bit
     return array[piece.first : piece.first + piece.sequences, start : start + length]
 
 
-def with_axes(array: Bits, problem: Problem) -> Bits:
-    """A tensor of a request, or of its reply, as [N, L, H, D]; N is 1 where sequences are packed."""
-    if array.ndim == 2:
-        return array[None, :, None]
-    if array.ndim == 3:
-        array = array[None]
-    return array if problem.length_first else array.swapaxes(1, 2)
-
-
 def _is_finite(bits: Bits, dtype: int) -> bool:
     """Whether all elements are."""
     exponent = bits.dtype.type(_EXPONENT[dtype])
     return not ((bits & exponent) == exponent).any()
 
 
-def _has_kernel_order(problem: Problem, length: int, heads: int) -> bool:
-    """Whether sequences of a length lie in a request or reply as in a kernel's inputs and output."""
-    return problem.tokens_first or length == 1 or heads == 1
-
-
 def _is_rearranged(problem: Problem, sequences: int, length: int, heads: int, width: int) -> bool:
     """Whether such sequences are brought into the kernel's order, or out of it, on the device."""
     size = sequences * length * heads * width * TORCH[problem.dtype].itemsize
-    return size > REARRANGED and not _has_kernel_order(problem, length, heads)
-
-
-def _result(problem: Problem, found: Sequence[_Found]) -> RequestResult:
-    """The result of a request from those of its pieces, which are all of its queries."""
-    return RequestResult(_output(problem, found), _lse(problem, found) if problem.return_lse else None, None)
-
-
-def _output(problem: Problem, found: Sequence[_Found]) -> memoryview:
-    """The output of a reply: where it was fetched to, if it lies there as in the reply, or a copy."""
-    if not found:
-        return memoryview(b"")
-    first = found[0]
-    if first.whole is not None and _is_in_order(problem, found):
-        return first.whole[first.begin : first.begin + sum(each.output.nbytes for each in found)]
-    if first.whole is None and len(found) == 1:
-        return bytes_of(first.output.swapaxes(1, 2))
-    heads, length, width = problem.query_heads, problem.query_length, problem.value_dim
-    sequences = 1 if problem.packed else problem.batch
-    shape = (sequences, length, heads, width) if problem.tokens_first else (sequences, heads, length, width)
-    output = np.empty(shape, first.output.dtype)
-    rows = output if problem.tokens_first else output.swapaxes(1, 2)
-    for piece, part, *_ in found:
-        start = piece.query_start
-        rows[piece.first : piece.first + piece.sequences, start : start + piece.query_length] = part
-    return bytes_of(output)
-
-
-def _is_in_order(problem: Problem, found: Sequence[_Found]) -> bool:
-    """Whether the rows of pieces were fetched in the order of the reply, one piece after the other."""
-    place = found[0].begin
-    for each in found:
-        has_order = _has_kernel_order(problem, each.piece.query_length, problem.query_heads)
-        if each.whole is not found[0].whole or each.begin != place or not has_order:
-            return False
-        place += each.output.nbytes
-    return True
-
-
-def _lse(problem: Problem, found: Sequence[_Found]) -> memoryview:
-    """The lse of a reply, [N, H, L]."""
-    heads = problem.query_heads
-    lse = np.empty((1 if problem.packed else problem.batch, heads, problem.query_length), np.float32)
-    for piece, _, part, *_ in found:
-        assert part is not None
-        start, length = piece.query_start, piece.query_length
-        rows = part.reshape(heads, piece.sequences, length).swapaxes(0, 1)
-        lse[piece.first : piece.first + piece.sequences, :, start : start + length] = rows
-    return bytes_of(lse)
-
-
-def as_bits(tensor: torch.Tensor) -> Bits:
-    """A packed host tensor of 2 or 4 bytes an element, as an array."""
-    return tensor.view(-1).view(torch.uint8).numpy().view(BITS[tensor.element_size()]).reshape(tensor.shape)
-
-
-def bytes_of(array: NDArray[Any]) -> memoryview:
-    """The bytes of an array; of a copy, if it is not packed."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return size > REARRANGED and not has_kernel_order(problem, length, heads)
