@@ -1,7 +1,8 @@
 """`make bench`: every way of calling the service, side by side with torch in process and with transport alone.
 
 All are measured in turn, round after round, in one run; figures are medians over the rounds. The tables go to the
-terminal, all figures to a JSON file, from which `python -m benchmarks.report` writes docs/performance.md.
+terminal, all figures to a JSON file, from which `python -m benchmarks.report` writes docs/performance.md. If the run is
+cut off, that has the workloads that were measured by then.
 """
 
 from __future__ import annotations
@@ -102,6 +103,27 @@ def main() -> None:
     curves: list[Curve] = []
     grown: list[Growth] = []
     waited: list[Waiting] = []
+
+    def write() -> Result:
+        found = Result(
+            command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            begun=begun.isoformat(timespec="seconds"),
+            took_seconds=round((datetime.now(UTC) - begun).total_seconds()),
+            seconds=chosen.seconds,
+            rounds=chosen.rounds,
+            server_flags=flags,
+            machine=described,
+            peers={peer.name: peer.described(each.name for each in results if each.peer_ways()) for peer in peers},
+            load_before=load_before,
+            load_after=machine.load_average(),
+            workloads=results,
+            curves=curves,
+            growth=grown,
+            waiting=waited,
+        )
+        found.write(chosen.json)
+        return found
+
     with (
         running("benchmarks.echo", chosen.device, "workloads") as echo,
         asyncio.Runner(loop_factory=precise_loop) as loop,
@@ -119,6 +141,7 @@ def main() -> None:
                 progress=partial(_progress, status, f"{name} ({place} of {len(chosen.workloads)})"),
             )
             results.append(result)
+            write()
             console.print(table.rendered(result, int(described["cores"])), "")
             if result.open:
                 console.print(table.opened(result, int(described["cores"])), "")
@@ -138,23 +161,7 @@ def main() -> None:
             with running(*attnserve(*flags)) as service:
                 grown = growth(service.address, chosen.growth, status.update)
             console.print(table.growth(grown), "")
-    found = Result(
-        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        begun=begun.isoformat(timespec="seconds"),
-        took_seconds=round((datetime.now(UTC) - begun).total_seconds()),
-        seconds=chosen.seconds,
-        rounds=chosen.rounds,
-        server_flags=flags,
-        machine=described,
-        peers={peer.name: peer.described(each.name for each in results if each.peer_ways()) for peer in peers},
-        load_before=load_before,
-        load_after=machine.load_average(),
-        workloads=results,
-        curves=curves,
-        growth=grown,
-        waiting=waited,
-    )
-    found.write(chosen.json)
+    found = write()
     if goals := goals_of(results, waited):
         console.print(table.reached(goals), "")
     console.print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -217,9 +218,11 @@ class Result:
         return marked > TOO_MANY * rows or self.others()[0] > NOISY
 
     def write(self, path: Path) -> None:
-        """Writes the JSON file."""
+        """Writes the JSON file, as a whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        written = path.with_name(f"{path.name}.{os.getpid()}")
+        written.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        written.replace(path)
 
     @staticmethod
     def read(path: Path) -> Result:

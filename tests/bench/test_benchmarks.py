@@ -21,6 +21,7 @@ from conftest import Server
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.settings.config import Config
+from benchmarks import __main__ as benchmark
 from benchmarks import speeds, table
 from benchmarks.__main__ import options
 from benchmarks.attention import Attention
@@ -141,6 +142,28 @@ def test_terminal_shows_every_workload_without_cutting_anything(run: Run) -> Non
 def test_file_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
     Result.read(run.file).write(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads(run.file.read_text())
+
+
+def test_what_was_measured_before_the_run_was_cut_off_is_in_the_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter(Result.read(run.file).workloads[:2])
+
+    def measure(*arguments: Any, **options: Any) -> WorkloadResult:
+        try:
+            return next(measured)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    file = tmp_path / "cut.json"
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "--workloads", ",".join(MEASURED), "--open", "none", "--json", str(file)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main()
+    assert Result.read(file).workloads == Result.read(run.file).workloads[:2]
+    assert {path.name for path in tmp_path.iterdir()} == {"cut.json"}
 
 
 def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Path) -> None:
