@@ -134,6 +134,21 @@ class NothingWaits(TorchFunctionMode):
         return result
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is launched on `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        on_device = isinstance(first, torch.Tensor) and first.device == META
+        self.count += on_device and not function.is_view and "empty" not in str(function)
+        return result
+
+
 @pytest.fixture
 def meta_device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     """The device `meta`."""

@@ -15,7 +15,7 @@ from cached_cases import by_sequence, last
 from caller import Reference, attend_request, result
 from cases import Case, Plan
 from kernel_calls import tensor
-from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow, hollow_device
+from meta_device import CUDA, META, MetaTransfers, NothingWaits, Operations, hollow, hollow_device
 from resident import CPU, stored
 from scattering import HALF, ScatteringDevice, device
 
@@ -167,6 +167,26 @@ def test_on_a_device_that_the_host_cannot_read(
     transfers = device._transfers
     assert isinstance(transfers, MetaTransfers)
     assert transfers.waits == 1
+
+
+@pytest.mark.parametrize(("appended", "most"), [(0, 17), (1, 21)])
+def test_the_operations_of_a_step_do_not_grow_with_its_caches(
+    monkeypatch: pytest.MonkeyPatch, appended: int, most: int
+) -> None:
+    """In one request or in many: each takes some microseconds to launch."""
+    counts = []
+    for requests, caches in ((1, 3), (1, 9), (5, 3)):
+        device = hollow_device(META, monkeypatch)
+        bench = Bench(device, META)
+        plan = replace(PLAN, dtype="bfloat16", batch=caches)
+        batch = [bench.begun(plan.case(n), appended) for n in range(requests)]
+        with Operations() as operations:
+            finish = launch_batch(bench.host.pages, device, batch)
+            assert finish is not None
+            finish()
+        counts.append(operations.count)
+    assert len(set(counts)) == 1
+    assert counts[0] <= most
 
 
 @HALF

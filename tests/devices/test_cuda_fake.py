@@ -14,8 +14,7 @@ import torch
 from cases import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meta_device import CUDA, META, MetaTransfers, NothingWaits, hollow, hollow_device
-from torch.utils._python_dispatch import TorchDispatchMode
+from meta_device import CUDA, META, MetaTransfers, NothingWaits, Operations, hollow, hollow_device
 
 from attnserve._requests.attend import encode_attend
 from attnserve_server.caches.pages import sent
@@ -62,21 +61,6 @@ def test_random_batches(device: torch.device, plans: list[tuple[Plan, dict[str, 
     for request, result in zip(requests, batch.results, strict=True):
         sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
         assert sum(sizes) == request.reply_bytes
-
-
-class Operations(TorchDispatchMode):
-    """Counts what is launched on `meta`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        result = function(*arguments, **(options or {}))
-        first = result[0] if isinstance(result, tuple | list) and result else result
-        on_device = isinstance(first, torch.Tensor) and first.device == META
-        self.count += on_device and not function.is_view and "empty" not in str(function)
-        return result
 
 
 def test_a_small_request_is_few_operations() -> None:
