@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import local
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -142,7 +142,7 @@ class CudaTransfers:
 
 def _mark(stream: torch.cuda.Stream) -> Callable[[], None]:
     """A wait for all work of a stream so far. A thread sleeps while it waits, instead of spinning beside the event
-    loop, but not at once: to be woken takes longer than little work does.
+    loop, but not at once: to be woken takes longer than little work does. Meanwhile others may have the interpreter.
     """
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
@@ -153,5 +153,6 @@ def _mark(stream: torch.cuda.Stream) -> Callable[[], None]:
             if perf_counter() > asleep:
                 event.synchronize()
                 return
+            sleep(0)
 
     return wait
