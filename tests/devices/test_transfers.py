@@ -190,9 +190,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
     return Event
 
 
-@pytest.mark.parametrize(("looks", "slept"), [(0, 0), (3, 0), (inf, 1)])
-def test_a_thread_that_waits_for_long_sleeps(machine: Machine, events: type[Event], looks: float, slept: int) -> None:
+@pytest.mark.parametrize(("looks", "awake", "slept"), [(0, 0.0, 0), (3, inf, 0), (inf, 1e-6, 1)])
+def test_a_thread_that_waits_for_long_sleeps(
+    machine: Machine, events: type[Event], monkeypatch: pytest.MonkeyPatch, looks: float, awake: float, slept: int
+) -> None:
     events.looks = looks
+    monkeypatch.setattr(transfers_module, "AWAKE_S", awake)
     transfers: Any = CudaTransfers(torch.device("cuda", 0))
     transfers.asked().until_computed()
     assert (len(events.waited), events.slept) == (1, slept)
