@@ -19,7 +19,7 @@ from attnserve_server.requests.limits import RequestLimits
 
 MessageType: TypeAlias = type[pb.AttendRequest] | type[pb.ApplyRequest]
 
-MAX_KNOWN_HEADER: Final = 8 << 10
+MAX_REMEMBERED_BYTES: Final = 8 << 10
 """Headers of up to so many bytes are remembered: those of some hundred references."""
 
 _TAGS: Final = {
@@ -45,7 +45,7 @@ def read_header(
     """
     try:
         header, payloads = _wire.find(message_type, buffer, at, end)
-        known = len(header) <= MAX_KNOWN_HEADER
+        known = len(header) <= MAX_REMEMBERED_BYTES
         if not known:
             limits.check_header(header)
         if _TAGS[message_type] not in header:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 FEW_CACHES: Final = 512
-"""Requests to so many are read, planned and put together in a millisecond or two."""
+"""Requests to so many are planned and put together in two milliseconds, while others wait."""
 FEW_COPIES: Final = 16
 """So many pages that are shared are copied, by some operations each, while others wait."""
 

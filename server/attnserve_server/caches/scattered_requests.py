@@ -16,9 +16,8 @@ import torch
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered import Reach, attend_ranges, computes, reach
 from attnserve_server.caches.scattered_queries import with_sinks
-from attnserve_server.devices.inputs import sinks_of
 from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
-from attnserve_server.devices.staging import TORCH
+from attnserve_server.devices.staging import TORCH, sinks_of
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.ragged import MAX_SEQUENCES
@@ -67,8 +66,7 @@ class AlikeRequests:
         self._sinks = None
         if "sinks" in problem.tensors:
             here = device.allocate(4 * prod(shape[:2])).view(torch.float32).view(shape[:2])
-            given = [(request.problem.tensors["sinks"], request.payloads) for request in self._requests]
-            each = np.stack([sinks_of(*of_request) for of_request in given])
+            each = np.stack([sinks_of(request.problem.tensors, request.payloads) for request in self._requests])
             here.numpy()[...] = np.repeat(each, [len(request.uses) for request in self._requests], axis=0)
             self._sinks = device.upload(here)
 

@@ -26,7 +26,7 @@ from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
 FEW_SPANS: Final = 256
-"""So many spans are put together in a millisecond."""
+"""So many spans are put together in three milliseconds, while others wait."""
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:

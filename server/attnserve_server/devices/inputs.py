@@ -14,14 +14,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from attnserve import _dtypes
-from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.tensors import TensorSpec
 
 Allocate = Callable[[int], torch.Tensor]
 
@@ -55,15 +51,6 @@ def copy(payload: memoryview, target: memoryview, start: int) -> int:
     else:
         np.frombuffer(target[start:stop], np.uint8)[:] = np.frombuffer(payload, np.uint8)
     return stop
-
-
-def sinks_of(spec: TensorSpec, payloads: Sequence[memoryview]) -> NDArray[np.float32]:
-    """A request's sinks [Hq] in float32, where what was finite stays finite."""
-    sinks = np.frombuffer(payloads[spec.payload], _dtypes.NUMPY[spec.dtype])
-    if spec.dtype == pb.DATA_TYPE_FLOAT64:
-        largest = np.finfo(np.float32).max
-        sinks = np.where(np.isfinite(sinks), np.clip(sinks, -largest, largest), sinks)
-    return sinks.astype(np.float32)
 
 
 class Place:

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.devices.inputs import sinks_of
 from attnserve_server.devices.packed_results import (
     BITS,
     Bits,
@@ -32,7 +31,7 @@ from attnserve_server.devices.packed_results import (
     with_axes,
 )
 from attnserve_server.devices.packing import Pack, Piece, Window
-from attnserve_server.devices.staging import TORCH
+from attnserve_server.devices.staging import TORCH, sinks_of
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.ragged import ALIGNMENT, RaggedCall
 from attnserve_server.requests.problem import Problem
@@ -209,7 +208,7 @@ class _Call:
     def _sinks(self) -> NDArray[np.float32]:
         """[T, Hq]."""
         members = [self._members[piece.member] for piece in self._pieces]
-        each = np.stack([sinks_of(member.problem.tensors["sinks"], member.payloads) for member in members])
+        each = np.stack([sinks_of(member.problem.tensors, member.payloads) for member in members])
         return np.repeat(each, [piece.queries for piece in self._pieces], axis=0)
 
     def _in_order(self, each: _Input, sent: torch.Tensor) -> torch.Tensor:

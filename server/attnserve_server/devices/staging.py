@@ -6,11 +6,13 @@ per span. Neither changes a bit of any result: kernels compute each sequence as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
@@ -18,6 +20,7 @@ from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore,
 from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
+from attnserve_server.requests.tensors import TensorSpec
 
 TORCH: dict[int, torch.dtype] = {
     pb.DATA_TYPE_FLOAT32: torch.float32,
@@ -198,6 +201,14 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return converted
     largest = torch.finfo(dtype).max
     return torch.where(tensor.isfinite(), converted.clamp(-largest, largest), converted)
+
+
+def sinks_of(tensors: Mapping[str, TensorSpec], payloads: Sequence[memoryview]) -> NDArray[np.float32]:
+    """The sinks [Hq] among the tensors of a request, on the host in float32."""
+    spec = tensors["sinks"]
+    raw = torch.empty(spec.size, dtype=torch.uint8)
+    fill(raw, [payloads[spec.payload]])
+    return in_range(raw.view(TORCH[spec.dtype]), torch.float32).numpy()
 
 
 def heads_first(

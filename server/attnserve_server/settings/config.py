@@ -16,6 +16,7 @@ from attnserve_server.settings import kinds, units
 from attnserve_server.start_errors import ConfigError
 
 LEAST_PAGE_BYTES: Final = 4096
+"""The least size of a page of caches, and so of their pool."""
 MOST_CONNECTION_AGE: Final = 30 * 24 * 3600
 """Seconds. gRPC counts milliseconds in a signed 32-bit number."""
 
@@ -289,7 +290,8 @@ class Config:
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(low, f"at most {high} ({self.show(high)})", self.show(low))
         if self.cache_bytes and self.cache_bytes < max(self.cache_page_bytes, LEAST_PAGE_BYTES):
-            least = f"cache_page_bytes ({self.show('cache_page_bytes')})" if self.cache_page_bytes else "4KiB"
+            size = units.format_size(LEAST_PAGE_BYTES)
+            least = f"cache_page_bytes ({self.show('cache_page_bytes')})" if self.cache_page_bytes else size
             raise ConfigError("cache_bytes", f"0, or at least {least}", self.show("cache_bytes"))
         for name, needed in (
             ("tls_certificate", "tls_key"),
