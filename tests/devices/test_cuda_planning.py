@@ -6,109 +6,26 @@ Torch's own kernels are replaced by stand-ins that have the same traps; everythi
 from __future__ import annotations
 
 import math as pymath
-from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import accuracy
-import cuda_kernels
-import messages
 import numpy as np
 import oracle
 import pytest
 import strategies
 import torch
-from cases import BEYOND_FLOAT32, Case, Plan
+from cases import Plan
+from cuda_here import FEW, HALF, check, cuda_kernels_here, request_of, run
 from garbage import no_tensors_in_cycles
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve._requests.attend import encode_attend
 from attnserve_server.devices import packed_calls, packing
-from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.packing import pack
-from attnserve_server.devices.transfers import Asked
-from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
+from attnserve_server.kernels import RAGGED_KERNELS, efficient_cuda, math, varlen_cuda
 from attnserve_server.kernels.band import Band
-from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult
 
-HALF = ("float16", "bfloat16")
-FEW = settings(max_examples=max(15, settings().max_examples // 10))
-
-
-class HostTransfers:
-    """Transfers from the host to itself. An upload is a copy: nothing may be read from host memory afterwards."""
-
-    def allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    def asked(self) -> Asked:
-        return Asked(lambda: None, lambda: None)
-
-
-@pytest.fixture(autouse=True, params=["oldest", "newest"], scope="module")
-def _cuda_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The table's CUDA kernels for CPU tensors, on top of stand-ins for those of the oldest and newest torch. With the
-    one, inputs are always looked at and rows rearranged on the device, with the other on the host if there are few.
-    """
-    flash = {"oldest": cuda_kernels.flash, "newest": cuda_kernels.newest_flash}[request.param]
-    rows = [replace(kernel, device="cpu") for kernel in KERNELS if kernel.device == "cuda"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(efficient_cuda, "_efficient", cuda_kernels.efficient)
-        patch.setattr(efficient_cuda, "_efficient_ragged", cuda_kernels.efficient_ragged)
-        patch.setattr(varlen_cuda, "_flash", flash)
-        patch.setattr(varlen_cuda, "_DIVIDES", request.param == "oldest")
-        if request.param == "oldest":
-            patch.setattr(packed_calls, "LOOKED_AT", -1)
-            patch.setattr(packed_calls, "REARRANGED", 0)
-        patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
-        yield
-
-
-def request_of(case: Case, **returned: Any) -> Request:
-    call = encode_attend(case.query, case.key, case.value, **case.arguments, **returned)
-    return messages.read_request(b"".join(bytes(piece) for piece in call.pieces))
-
-
-def result_of(case: Case, result: Any, request: Request) -> Any:
-    """A request's result as arrays, in the shapes of a reply."""
-    problem = request.problem
-    sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
-    assert sum(sizes) == request.reply_bytes
-    wide = np.float64 if case.query.dtype == np.float64 else np.float32
-    rows = case.expected.lse.shape
-    return SimpleNamespace(
-        output=np.frombuffer(result.output, case.query.dtype).reshape(case.expected.output.shape),
-        lse=None if result.lse is None else np.frombuffer(result.lse, wide).reshape(rows),
-        scores=None
-        if problem.return_scores is None
-        else np.frombuffer(result.scores, case.query.dtype).reshape(*rows, -1 if rows and 0 not in rows else 0),
-    )
-
-
-def run(requests: list[Request]) -> BatchResult:
-    return run_batch(requests, HostTransfers(), RAGGED_KERNELS)
-
-
-def check(asked: list[tuple[Case, dict[str, Any]]]) -> BatchResult:
-    """Asserts that each request of a batch has the right result."""
-    requests = [request_of(case, **returned) for case, returned in asked]
-    batch = run(requests)
-    for (case, returned), request, result in zip(asked, requests, batch.results, strict=True):
-        scores = returned.get("return_scores")
-        arrays = result_of(case, result, request)
-        if scores is not None:
-            arrays.scores = arrays.scores.reshape(case.expected.masked.shape)
-        accuracy.check(case, arrays, scores)
-    return batch
+__all__ = ["cuda_kernels_here"]
 
 
 def packable(plan: Plan) -> Plan:
@@ -223,94 +140,12 @@ def test_single_queries_are_computed_in_blocks_of_the_same_size_in_any_company(
     assert told == [causal == "bottom_right"] * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("numbers", BEYOND_FLOAT32.values(), ids=BEYOND_FLOAT32)
-@pytest.mark.parametrize("options", [{}, {"mask_shape": (5, 7)}, {"score": "general"}])
-def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], options: dict[str, Any]) -> None:
-    case = Plan(dtype=dtype, **options, **numbers).case(1)
-    request = request_of(case, return_lse=True)
-    accuracy.check_beyond_float32(case, result_of(case, run([request]).results[0], request))
-
-
-def test_capped_scores_that_leave_float32_on_the_way_are_computed_again() -> None:
-    """On CUDA, float32 too is computed in float32 at first."""
-    case = Plan(softcap=3.0).case(1)
-    case.query[0], case.key[0] = case.query[0] * 1e20, np.where(case.key[0] > 0, np.float32(1e20), np.float32(-1e20))
-    check([(case, {"return_lse": True})])
-
-
 def test_windows_of_long_and_short_sequences() -> None:
     """For sequences shorter than the window, only causality is left: a second call, not a third."""
     plans = [
         Plan(dtype="float16", query_length=n, key_length=n, window=(6, -1), causal="bottom_right") for n in range(1, 20)
     ]
     assert check([(plan.case(0), {}) for plan in plans]).kernel_calls == {"cuda_varlen": 2}
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_sinks_beyond_float32_stay_finite(dtype: str) -> None:
-    """They take all the weight."""
-    case = Plan(dtype=dtype, sinks=True).case(0)
-    case.options["sinks"] = np.full(case.options["sinks"].shape, 1e300)
-    case.__dict__.pop("expected", None)
-    request = request_of(case, return_lse=True)
-    (result,) = run([request]).results
-    arrays = result_of(case, result, request)
-    assert (arrays.output == 0).all()
-    assert (arrays.lse == np.finfo(np.float32).max).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", *HALF])
-def test_only_those_with_nan_are_computed_again(dtype: str) -> None:
-    plan = Plan(dtype=dtype, causal="bottom_right", batch=3)
-    cases = [plan.case(seed) for seed in range(6)]
-    cases[2].value[1, 0, -1] = np.nan
-    cases[4].key[0, 1, 2] = np.inf
-    batch = check([(case, {"return_lse": True}) for case in cases])
-    assert batch.kernel_calls[math.NAME] == 2
-    masked = [Plan(dtype=dtype, batch=3, mask_shape=(5, 7)).case(seed) for seed in range(6)]
-    masked[2].value[1, 0, -1] = np.nan
-    batch = check([(case, {"return_lse": True}) for case in masked])
-    assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # only one of three sequences
-
-
-@pytest.mark.parametrize("options", [{"mask_shape": (5, 7)}, {"bias_shape": (5, 7)}, {"alibi": True, "causal": True}])
-def test_large_keys_are_no_reason_to_compute_again(options: dict[str, Any]) -> None:
-    """Their sum overflows, but no result does."""
-    case = Plan(dtype="float32", **options).case(0)
-    case.key[:] = np.abs(case.key) * 3e37
-    case.query[:] *= 3e-38
-    case.__dict__.pop("expected", None)
-    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
-
-
-@pytest.mark.parametrize("dtype", ["float32", *HALF])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("part", ["query", "key", "value", "bias"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_is_not_finite_shows_in_results(dtype: str, poison: float, part: str, masked: bool) -> None:
-    """Attended to or excluded, in one sequence of three: whatever a kernel makes of it, replies are right."""
-    case = Plan(dtype=dtype, batch=3, mask_shape=(5, 7), bias_shape=(3, 1, 5, 7), sinks=True).case(0)
-    tensor = case.options["bias"] if part == "bias" else getattr(case, part)
-    tensor[1, 0, 2, 3] = poison
-    case.options["mask"][:, 2:4] = not masked
-    case.options["mask"][2, 3] = not masked
-    case.__dict__.pop("expected", None)
-    check([(case, {"return_lse": True})])
-
-
-def test_what_lies_beyond_the_lengths_is_never_looked_at() -> None:
-    """Garbage in the padding makes no sequence suspect."""
-    case = Plan(dtype="float16", causal="bottom_right", kv_lengths=(3, 6), key_length=9).case(0)
-    case.key[0, :, 3:], case.value[0, :, 3:], case.value[1, :, 6:] = np.nan, np.inf, np.nan
-    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_varlen": 1}
-
-
-@pytest.mark.parametrize("dtype", ["float32", *HALF])
-def test_a_bias_of_minus_infinity_is_no_reason_to_compute_again(dtype: str) -> None:
-    case = Plan(dtype=dtype, bias_shape=(5, 7), causal=True).case(0)
-    case.options["bias"][:, 3] = -np.inf
-    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
 
 
 @pytest.mark.parametrize("dtype", ["float32", *HALF])
