@@ -8,8 +8,6 @@
     ├── NotFound             NOT_FOUND            ErrorInfo
     ├── FailedPrecondition   FAILED_PRECONDITION  ErrorInfo
     ├── Overloaded           RESOURCE_EXHAUSTED   RetryInfo, ErrorInfo
-    │   ├── ShareExceeded
-    │   └── TooManyOpen: TooManyStreams, TooManyUnsent
     ├── RepliesUnread        RESOURCE_EXHAUSTED   ErrorInfo
     ├── OutOfMemory          RESOURCE_EXHAUSTED   ErrorInfo
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    ErrorInfo
@@ -27,21 +25,17 @@ Messages concern only the request: no stack traces, no paths, nothing about othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import ClassVar
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from attnserve._fields import ManyFieldsError
+from attnserve_server.no_room import NoRoom
+from attnserve_server.statuses import error_info, status_of
 
 logger = logging.getLogger(__name__)
-
-DOMAIN = "attnserve"
-"""The domain of every ErrorInfo."""
 
 LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
 """The reason if something is larger than the server accepts from anybody; the message and the metadata give the limit,
@@ -79,11 +73,11 @@ class RequestError(Exception):
 
     def details(self) -> list[Message]:
         """The google.rpc details that travel with the status."""
-        return [_error_info(self.reason, self.metadata)]
+        return [error_info(self.reason, self.metadata)]
 
     def status(self) -> status_pb2.Status:
         """The google.rpc.Status of this error."""
-        return _status(self.code, self.message, self.details())
+        return status_of(self.code, self.message, self.details())
 
     def encoded_status(self) -> bytes:
         """That status, serialised."""
@@ -93,17 +87,6 @@ class RequestError(Exception):
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
         """The trailing metadata of an RPC that ends with this error."""
         return (("grpc-status-details-bin", self.encoded_status()),)
-
-
-def _error_info(reason: str, metadata: Mapping[str, str]) -> error_details_pb2.ErrorInfo:
-    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
-
-
-def _status(code: grpc.StatusCode, message: str, details: Iterable[Message]) -> status_pb2.Status:
-    status = status_pb2.Status(code=code.value[0], message=message)
-    for detail in details:
-        status.details.add().Pack(detail)
-    return status
 
 
 class InvalidRequest(RequestError):
@@ -169,84 +152,38 @@ class FailedPrecondition(RequestError):
 class Overloaded(RequestError):
     """A request that the server has no room for now."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = NoRoom.code
 
-    _encoded: bytes | None = None
-    """Its serialised status, once that has been asked for; shared by all copies (`again`)."""
+    def __init__(self, why: NoRoom) -> None:
+        super().__init__(why.message, why.reason, **why.metadata)
+        self._why = why
 
-    def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
-        super().__init__(
-            f"the server is full: its bound on {_bound(bound, limit)}; retry in {retry_delay:.3f} s",
-            "OVERLOADED",
-            bound=bound,
-        )
-        self.bound = bound
-        self.retry_delay = retry_delay
+    @property
+    def bound(self) -> str:
+        """What it would have exceeded."""
+        return self._why.bound
+
+    @property
+    def retry_delay(self) -> float:
+        """Seconds after which there should be room."""
+        return self._why.retry_delay
 
     @property
     def rejection(self) -> str:
-        """The bound that it would have exceeded."""
-        return self.bound
-
-    def again(self) -> Overloaded:
-        """A copy for another request. An error raised twice would keep its first traceback alive, and so messages."""
-        other = type(self).__new__(type(self), *self.args)
-        other.__dict__ = self.__dict__
-        return other
+        """Mostly the bound."""
+        return self._why.rejection
 
     def details(self) -> list[Message]:
-        """ErrorInfo, and RetryInfo with the delay after which there should be room."""
-        return _overload_details(self.reason, self.metadata, self.retry_delay)
+        """ErrorInfo, and RetryInfo with the delay."""
+        return self._why.details()
 
     def encoded_status(self) -> bytes:
-        """As for every error, but cached: many callers get the same one, and encoding it takes time from the requests
-        that are computed.
-        """
-        if self._encoded is None:
-            metadata = tuple(self.metadata.items())
-            self._encoded = _encoded_overload(self.message, self.reason, self.retry_delay, metadata)
-        return self._encoded
+        """As for every error, but serialised once for all that are told the same."""
+        return self._why.encoded_status()
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
         """As for every error, and how long gRPC's own retries should wait."""
         return *super().trailers(), ("grpc-retry-pushback-ms", str(max(1, round(self.retry_delay * 1000))))
-
-
-def _overload_details(reason: str, metadata: Mapping[str, str], retry_delay: float) -> list[Message]:
-    delay = Duration()
-    delay.FromNanoseconds(round(retry_delay * 1e9))
-    return [_error_info(reason, metadata), error_details_pb2.RetryInfo(retry_delay=delay)]
-
-
-@lru_cache(256)
-def _encoded_overload(message: str, reason: str, retry_delay: float, metadata: tuple[tuple[str, str], ...]) -> bytes:
-    details = _overload_details(reason, dict(metadata), retry_delay)
-    encoded: bytes = _status(Overloaded.code, message, details).SerializeToString()
-    return encoded
-
-
-def _bound(bound: str, limit: float) -> str:
-    return f"{bound} is {limit:.9g}{' s' * (bound == 'queue_time')}"
-
-
-class ShareExceeded(Overloaded):
-    """A request of a caller that already has its share of the room; there may be room for others."""
-
-    def __init__(self, bound: str, limit: float, retry_delay: float) -> None:
-        RequestError.__init__(
-            self,
-            f"this caller has its share of the server, whose bound on {_bound(bound, limit)};"
-            f" retry in {retry_delay:.3f} s",
-            "SHARE_EXCEEDED",
-            bound=bound,
-        )
-        self.bound = bound
-        self.retry_delay = retry_delay
-
-    @property
-    def rejection(self) -> str:
-        """The share, since the server need not be full."""
-        return "share"
 
 
 class OutOfMemory(RequestError):
@@ -256,42 +193,6 @@ class OutOfMemory(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the device has not the memory for this", "OUT_OF_MEMORY")
-
-
-class TooManyOpen(Overloaded):
-    """An RPC of a caller that already has as many of a kind as are allowed; or of any caller, if all together have."""
-
-    things: str
-    counted_as: str
-    """The bound, and the label in the metrics."""
-    why: str
-
-    def __init__(self, limit: int, *, of_all: bool = False) -> None:
-        whose = "all callers together have" if of_all else "the caller has"
-        RequestError.__init__(
-            self,
-            f"{whose} {limit} {self.things}, the most that {'they' if of_all else 'one'} may have",
-            self.why,
-            limit=str(limit),
-        )
-        self.bound = self.counted_as
-        self.retry_delay = 1.0
-
-
-class TooManyStreams(TooManyOpen):
-    """A stream beyond those that may be open."""
-
-    things = "streams"
-    counted_as = "caller_streams"
-    why = "TOO_MANY_STREAMS"
-
-
-class TooManyUnsent(TooManyOpen):
-    """A unary call beyond those that may wait for their messages."""
-
-    things = "calls whose messages have not come"
-    counted_as = "unsent_messages"
-    why = "TOO_MANY_UNSENT"
 
 
 class RepliesUnread(RequestError):

@@ -13,6 +13,7 @@ import signal
 from attnserve_server.host.event_loop import EventLoop
 from attnserve_server.observability import logs
 from attnserve_server.observability.tracing import endpoint_of, shown
+from attnserve_server.scheduling.opening import batch_flops
 from attnserve_server.scheduling.watchdog import FAILED
 from attnserve_server.server import OpenDevice, Server, configured_device
 from attnserve_server.settings import units
@@ -70,7 +71,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
             startup.say("traces_to", shown(endpoint) if server.tracing is not None else "nowhere, see the log")
         startup.say("cache_pool", units.format_size(server.caches.store.pool_bytes))
         startup.say("largest_request", f"{units.format_count(server.limits.max_request_flops)} FLOPs")
-        startup.say("largest_batch", f"{units.format_count(server.batch_flops)} FLOPs")
+        startup.say("largest_batch", f"{units.format_count(batch_flops(config))} FLOPs")
         startup.say("ready", f"grpc={grpc_address} http={http_address}", grpc=grpc_address, http=http_address)
         failed = asyncio.create_task(server.engine.failed.wait())
         hurried = asyncio.create_task(interrupted.wait())

@@ -62,7 +62,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     metrics = Metrics("0", "0", "cpu")
     rpcs = Rpcs(Callers(), metrics)
     streams = Streams(engine, metrics, readers, rpcs.callers, 64, 64, rpcs.refusals)
-    service = AttentionService(streams, rpcs, pb.ServerInfoResponse)
+    service = AttentionService(streams, rpcs, b"")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -23,7 +23,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.tokens import digest, format_hash, new_token
 from attnserve_server.errors import Cancelled, ComputationFailed, InvalidRequest, RequestError
 from attnserve_server.observability.refusals import BURST, LINES_PER_SECOND, Refusals
-from attnserve_server.server import CONNECTION_STREAMS
+from attnserve_server.rpc.services import CONNECTION_STREAMS
 
 if TYPE_CHECKING:
     from conftest import Server

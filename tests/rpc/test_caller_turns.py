@@ -12,7 +12,7 @@ from grpc import aio, method_handlers_generic_handler
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers
-from attnserve_server.errors import ShareExceeded
+from attnserve_server.errors import Overloaded
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.caller_turns import MOST_WAITING, CallerTurns
 from attnserve_server.rpc.rpcs import Rpcs
@@ -68,7 +68,7 @@ async def test_few_wait_and_those_who_leave_make_room() -> None:
     end = await turns.take("a")
     waiting = [asyncio.create_task(turns.take("a")) for _ in range(MOST_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(ShareExceeded):
+    with pytest.raises(Overloaded, match="its share"):
         await turns.take("a")
     (await turns.take("b"))()
     for task in waiting[:10]:
@@ -76,7 +76,7 @@ async def test_few_wait_and_those_who_leave_make_room() -> None:
     await asyncio.wait(waiting[:10])
     waiting += [asyncio.create_task(turns.take("a")) for _ in range(10)]
     await asyncio.sleep(0)
-    with pytest.raises(ShareExceeded):
+    with pytest.raises(Overloaded, match="its share"):
         await turns.take("a")
     end()
     for task in waiting[10:]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from waiting import work
 
 from attnserve_server.errors import Overloaded
+from attnserve_server.no_room import NoRoom
 from attnserve_server.scheduling.admission import MOST_TOLD, Admission
 from attnserve_server.scheduling.pace import Pace
 
@@ -35,12 +36,8 @@ ACTIONS = st.tuples(
 class Forgetful(Admission):
     """An admission that checks every request anew."""
 
-    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
-        try:
-            self._check_room(caller, size)
-        except Overloaded as error:
-            return error
-        return None
+    def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
+        return self._lacks(caller, size)
 
 
 class Life:
@@ -116,7 +113,7 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
     admission = overdone()
     told = [refused(admission, 2, 10**9)]
     with monkeypatch.context() as patch:
-        patch.setattr(Admission, "_check_room", None)
+        patch.setattr(Admission, "_lacks", None)
         told.append(refused(admission, 3, 10**9))
         told.append(refused(admission, 0, 10**9))  # less than any before: what is short is time
     first, again, smaller = told
@@ -147,8 +144,8 @@ def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
     refused(admission, 1, 10**9)
     looks = []
     change(admission)
-    look = Admission._check_room
-    monkeypatch.setattr(Admission, "_check_room", lambda self, *given: (looks.append(given), look(self, *given)))
+    look = Admission._lacks
+    monkeypatch.setattr(Admission, "_lacks", lambda self, *given: (looks.append(given), look(self, *given))[1])
     with suppress(Overloaded):
         admission.check(ME, 1)
     assert looks == [(ME, 1)]
@@ -167,7 +164,7 @@ def test_of_so_many_callers_and_no_more_is_remembered_what_they_were_told(monkey
     for caller in range(3 * MOST_TOLD):
         assert refused(admission, 1, 1, str(caller)).bound == "requests"
         assert len(admission._told) <= MOST_TOLD
-    monkeypatch.setattr(Admission, "_check_room", None)
+    monkeypatch.setattr(Admission, "_lacks", None)
     for caller in range(2 * MOST_TOLD, 3 * MOST_TOLD):
         assert refused(admission, 1, 1, str(caller)).bound == "requests"
 

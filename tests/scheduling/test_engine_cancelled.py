@@ -9,7 +9,6 @@ import messages
 import pytest
 from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
 
-from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
@@ -92,7 +91,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     bench = Bench(CpuDevice(1, INLINE))
     rpcs = Rpcs(Callers(), bench.metrics)
     streams = Streams(bench.engine, bench.metrics, {}, rpcs.callers, 64, 64, rpcs.refusals)
-    service = AttentionService(streams, rpcs, pb.ServerInfoResponse)
+    service = AttentionService(streams, rpcs, b"")
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(

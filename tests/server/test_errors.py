@@ -12,21 +12,19 @@ from attnserve_server.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
-    ShareExceeded,
-    TooManyStreams,
-    TooManyUnsent,
 )
+from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unsent
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Overloaded("requests", 16, 0.25),
-        lambda: Overloaded("requests", 16, 0.5),
-        lambda: Overloaded("bytes", 16, 0.25),
-        lambda: ShareExceeded("requests", 16, 0.25),
-        lambda: TooManyStreams(3),
-        lambda: TooManyUnsent(3),
+        lambda: Overloaded(full("requests", 16, 0.25)),
+        lambda: Overloaded(full("requests", 16, 0.5)),
+        lambda: Overloaded(full("bytes", 16, 0.25)),
+        lambda: Overloaded(share_exceeded("requests", 16, 0.25)),
+        lambda: Overloaded(too_many_streams(3)),
+        lambda: Overloaded(too_many_unsent(3)),
         lambda: CacheFull(100, 10, 0.25),
         lambda: CacheFull(100, 11, 0.25),
         lambda: InvalidRequest("query", "a tensor", "nothing"),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from attnserve_server.errors import Overloaded, RequestError
+from attnserve_server.errors import Overloaded
+from attnserve_server.no_room import NoRoom
 
 
 class CacheFull(Overloaded):
     """The pool has fewer free bytes than are needed; `free_bytes` in the ErrorInfo's metadata says how many."""
 
     def __init__(self, needed_bytes: int, free_bytes: int, retry_delay: float) -> None:
-        RequestError.__init__(
-            self,
-            f"the pool of the caches has no room for {needed_bytes} bytes: {free_bytes} bytes are free; "
-            f"retry in {retry_delay:.3f} s",
-            "CACHE_FULL",
-            free_bytes=str(free_bytes),
+        super().__init__(
+            NoRoom(
+                bound="cache_bytes",
+                message=f"the pool of the caches has no room for {needed_bytes} bytes: {free_bytes} bytes are free; "
+                f"retry in {retry_delay:.3f} s",
+                reason="CACHE_FULL",
+                retry_delay=retry_delay,
+                metadata={"free_bytes": str(free_bytes)},
+                rejection="cache_bytes",
+            )
         )
-        self.bound = "cache_bytes"
-        self.retry_delay = retry_delay
         self.free_bytes = free_bytes

@@ -16,7 +16,8 @@ from attnserve_server.caches.counts import Counts, EvictionReason
 from attnserve_server.caches.layer import CacheLayer, clear
 from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded, ShareExceeded
+from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
+from attnserve_server.no_room import full, share_exceeded
 
 MIN_RETRY_DELAY: Final = 0.05
 MAX_RETRY_DELAY: Final = 10.0
@@ -128,8 +129,8 @@ class Register:
             if left > 0 and not has_its_share:
                 return
             if not self._evict_oldest(now, "caches"):
-                kind = Overloaded if left <= 0 else ShareExceeded
-                raise kind("caches", self.max_caches, self._retry_delay(now))
+                told = full if left <= 0 else share_exceeded
+                raise Overloaded(told("caches", self.max_caches, self._retry_delay(now)))
 
     def _enter(
         self,

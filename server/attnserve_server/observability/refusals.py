@@ -20,6 +20,7 @@ from grpc import aio
 
 from attnserve._fields import cached
 from attnserve_server.errors import RequestError
+from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def request_id(kind: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 @cached(64)
-def _level_of(error: type[RequestError]) -> int:
+def _level_of(error: type[RequestError | NoRoom]) -> int:
     """The log level of a kind of error. Cached: hashing a status code is a call into Python, and floods come here."""
     return _LEVELS.get(error.code, logging.INFO)
 
@@ -73,7 +74,9 @@ class Refusals:
         self._limits: dict[str, RateLimit] = {}
         self._summaries: dict[str, asyncio.TimerHandle] = {}
 
-    def note(self, operation: str, error: RequestError, request_id: Callable[[], str], caller: str | None) -> None:
+    def note(
+        self, operation: str, error: RequestError | NoRoom, request_id: Callable[[], str], caller: str | None
+    ) -> None:
         """Writes a line for a request that ends with an error, unless there have been too many for its reason.
 
         `request_id` is called only if a line is written.

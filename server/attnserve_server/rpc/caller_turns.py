@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Final
 
-from attnserve_server.errors import ShareExceeded
+from attnserve_server.errors import Overloaded
+from attnserve_server.no_room import share_exceeded
 
 MOST_WAITING: Final = 100
 """How many calls of one caller may wait for their turn: their requests are in memory, and in no queue that counts them.
@@ -35,12 +36,12 @@ class CallerTurns:
         return len(self._waiting)
 
     async def take(self, caller: Hashable) -> Callable[[], None]:
-        """Waits for a turn; returns what ends it, to be called once. Raises ShareExceeded if too many wait."""
+        """Waits for a turn; returns what ends it, to be called once. Raises Overloaded if too many wait."""
         waiting = self._waiting.get(caller)
         if waiting is None:
             self._waiting[caller] = deque()
         elif len(waiting) >= MOST_WAITING:
-            raise ShareExceeded("waiting_calls", MOST_WAITING, RETRY_DELAY)
+            raise Overloaded(share_exceeded("waiting_calls", MOST_WAITING, RETRY_DELAY))
         else:
             waiting.append(turn := asyncio.get_running_loop().create_future())
             try:

@@ -19,6 +19,7 @@ from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import MAX_LENGTH
 from attnserve_server.rpc.calls import MAX_CALL_FIELDS
 from attnserve_server.rpc.rpcs import MAX_PLAIN_BYTES
+from attnserve_server.scheduling.opening import batch_flops
 from attnserve_server.settings.config import Config, Source
 
 _SOURCES: Final[Mapping[Source, pb.SettingSource]] = {
@@ -36,10 +37,8 @@ _DTYPES: Final = (
 )
 
 
-def server_info(
-    config: Config, device: Device, limits: RequestLimits, max_batch_flops: int, cache_pool_bytes: int
-) -> pb.ServerInfoResponse:
-    """The reply to the RPC `ServerInfo`. The last three are those in force where the configuration leaves them open."""
+def server_info(config: Config, device: Device, limits: RequestLimits, cache_pool_bytes: int) -> pb.ServerInfoResponse:
+    """The reply to the RPC `ServerInfo`. The last two are those in force where the configuration leaves them open."""
     return pb.ServerInfoResponse(
         version=__version__,
         device=device.name,
@@ -52,7 +51,7 @@ def server_info(
             max_requests=config.max_requests,
             max_bytes=config.max_bytes,
             max_flops=config.max_flops,
-            max_batch_flops=max_batch_flops,
+            max_batch_flops=batch_flops(config),
             max_batch_requests=config.max_batch_requests,
             max_message_calls=config.max_message_calls,
             max_rank=limits.max_rank,

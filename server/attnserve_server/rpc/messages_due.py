@@ -12,7 +12,8 @@ from typing import Any, Final, TypeAlias
 
 from grpc import aio
 
-from attnserve_server.errors import InvalidRequest, TooManyUnsent
+from attnserve_server.errors import InvalidRequest
+from attnserve_server.no_room import too_many_unsent
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
@@ -27,13 +28,13 @@ class MessagesDue:
     """
 
     def __init__(self, most_of_one: int = 4096, most_of_all: int | None = None, max_time: float | None = None) -> None:
-        self._waiting = OpenRpcs(most_of_one, most_of_all, TooManyUnsent)
+        self._waiting = OpenRpcs(most_of_one, most_of_all, too_many_unsent)
         self._max_time = max_time
 
     async def message(self, context: Context, share: Hashable | None) -> bytes:
         """The message of a unary call to a handler that takes a stream of them.
 
-        Raises InvalidRequest if none comes, and TooManyUnsent if too many calls wait for theirs.
+        Raises InvalidRequest if none comes, and Overloaded if too many calls wait for theirs.
         """
         self._waiting.begin(share)
         try:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from attnserve_server.errors import TooManyOpen, TooManyStreams
+from attnserve_server.errors import Overloaded
+from attnserve_server.no_room import NoRoom, too_many_streams
 
 
 class OpenRpcs:
     """Counts RPCs, mostly streams: so many of one caller at most, and so many of all if there is a bound on those."""
 
     def __init__(
-        self, most_of_one: int, most_of_all: int | None = None, error: type[TooManyOpen] = TooManyStreams
+        self,
+        most_of_one: int,
+        most_of_all: int | None = None,
+        too_many: Callable[[int, bool], NoRoom] = too_many_streams,
     ) -> None:
-        """`error` is what one more is refused with."""
+        """`too_many` says what one more is told: it has the bound, and whether that is the bound of all callers."""
         self._most_of_one = most_of_one
         self._most_of_all = most_of_all
-        self._error = error
+        self._too_many = too_many
         self._by_share: dict[Hashable, int] = {}
         self._open = 0
 
@@ -32,12 +36,12 @@ class OpenRpcs:
 
     def begin(self, share: Hashable | None) -> None:
         """Counts an RPC of a caller until its `end`; None is a caller that cannot be told from others, and is counted
-        among all only. Raises TooManyOpen if as many are open as may be.
+        among all only. Raises Overloaded if as many are open as may be.
         """
         if share is not None and self._by_share.get(share, 0) >= self._most_of_one:
-            raise self._error(self._most_of_one)
+            raise Overloaded(self._too_many(self._most_of_one, False))
         if self._most_of_all is not None and self._open >= self._most_of_all:
-            raise self._error(self._most_of_all, of_all=True)
+            raise Overloaded(self._too_many(self._most_of_all, True))
         self._by_share[share] = self._by_share.get(share, 0) + 1
         self._open += 1
 

@@ -21,7 +21,7 @@ from grpc import aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from attnserve_server.errors import TooManyStreams
+from attnserve_server.errors import Overloaded
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs, connection_of
 
@@ -46,7 +46,7 @@ class Reflection:
                 with self._streams.one_more(connection_of(context)):
                     async for reply in servicer.ServerReflectionInfo(requests, context):
                         await context.write(reply)
-            except TooManyStreams as error:
+            except Overloaded as error:
                 await self._rpcs.refuse(context, "reflection", error, None)
 
         handler = grpc.stream_stream_rpc_method_handler(

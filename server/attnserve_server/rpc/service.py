@@ -37,14 +37,14 @@ ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
 
 class AttentionService:
     """The service for one engine: that of `streams`, whose readers, fast path and the like are for unary calls too.
-    `info` makes the reply to ServerInfo.
+    `info` is the reply to ServerInfo, serialised.
     """
 
     def __init__(
         self,
         streams: Streams,
         rpcs: Rpcs,
-        info: Callable[[], pb.ServerInfoResponse],
+        info: bytes,
         max_caller_streams: int = 1024,
         stream_life: StreamLife | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class AttentionService:
             "Apply": self.handler("apply", _whole(readers["apply"])),
             "AttendStream": grpc.stream_stream_rpc_method_handler(self._attend_stream),
             "ServerInfo": self._rpcs.answering(
-                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info(), *get_args(Role)
+                "server_info", pb.ServerInfoRequest, lambda caller, request: self._info, *get_args(Role)
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

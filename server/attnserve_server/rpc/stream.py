@@ -23,11 +23,11 @@ from attnserve_server.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Malformed,
-    Overloaded,
     RepliesUnread,
     RequestError,
     error_for_caller,
 )
+from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals, request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
@@ -260,8 +260,8 @@ class CallStream:
                 self._outbox.hold()
                 begin = turn = perf_counter()
 
-    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> Overloaded | None:
-        """Submits a call whose decoding began at `begin`; returns an error if there is no room. Raises RequestError."""
+    def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> NoRoom | None:
+        """Submits a call whose decoding began at `begin`, if there is room. Raises RequestError."""
         if call.id in self._in_flight:
             raise InvalidRequest("id", "a number that no call in flight has", call.id, reason="DUPLICATE_ID")
         if call.error is not None:
@@ -285,13 +285,13 @@ class CallStream:
         self._in_flight[call.id] = entry
         return None
 
-    def _refuse(self, call: Call, error: Overloaded, arrival: float, trace: Trace | None) -> None:
+    def _refuse(self, call: Call, why: NoRoom, arrival: float, trace: Trace | None) -> None:
         """Answers a call for which there is no room. Most of the cost of a flood is here, so it is counted in as few
         steps as possible.
         """
-        self._metrics.refused(call.label, error.rejection, perf_counter() - arrival)
+        self._metrics.refused(call.label, why.rejection, perf_counter() - arrival)
         self._usage.rejected += 1
-        self._tell(call.id, call.label, error, None, trace)
+        self._tell(call.id, call.label, why, None, trace)
 
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
@@ -325,7 +325,9 @@ class CallStream:
         self._metrics.finished(label, error.code.name, perf_counter() - arrival)
         self._tell(call_id, label, error, entry, trace)
 
-    def _tell(self, call_id: int, label: str, error: RequestError, entry: Entry | None, trace: Trace | None) -> None:
+    def _tell(
+        self, call_id: int, label: str, error: RequestError | NoRoom, entry: Entry | None, trace: Trace | None
+    ) -> None:
         """Puts an error into the outbox that has been counted already."""
         if trace is not None:
             trace.finish(error.code.name, perf_counter())

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, NamedTuple
 
-from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded, ShareExceeded
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Overloaded
+from attnserve_server.no_room import NoRoom, full, share_exceeded
 from attnserve_server.scheduling.pace import Amount, Pace
 
 MIN_RETRY_DELAY: Final = 0.005
@@ -53,9 +54,9 @@ MOST_TOLD: Final = 1024
 
 
 class Told(NamedTuple):
-    """A caller's last refusal: the error, from which size on it holds for other requests, and `Pace.changes` then."""
+    """What a caller was told last, from which size on it holds for other requests, and `Pace.changes` then."""
 
-    error: Overloaded
+    why: NoRoom
     size: int
     changes: int
 
@@ -116,48 +117,46 @@ class Admission:
         """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
         and before more work is put into it than refusing it takes.
         """
-        if (refusal := self.refusal(caller, size)) is not None:
-            raise refusal.again()
+        if (why := self.refusal(caller, size)) is not None:
+            raise Overloaded(why)
 
-    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
-        """What `check` would raise. Not to be raised itself: many refusals share one error."""
+    def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
+        """What `check` would raise, as a value: raising and catching an error takes as long as finding it."""
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.changes == self.pace.changes:
             self._stands = True  # as with every refusal
-            return told.error
-        try:
-            self._check_room(caller, size)
-        except Overloaded as error:
+            return told.why
+        why = self._lacks(caller, size)
+        if why is not None:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
-            refusal = error.again()
-            least = size if error.bound == "bytes" else 0  # other refusals do not depend on the size
-            self._told[caller] = Told(refusal, least, self.pace.changes)
-            return refusal
-        return None
+            least = size if why.bound == "bytes" else 0  # other refusals do not depend on the size
+            self._told[caller] = Told(why, least, self.pace.changes)
+        return why
 
-    def _check_room(self, caller: Hashable, size: int) -> None:
+    def _lacks(self, caller: Hashable, size: int) -> NoRoom | None:
+        """What there is no room in for `size` more bytes of a caller."""
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         if everybody.requests >= self._max_requests:
-            raise self._full("requests", self._max_requests)
+            return self._full("requests", self._max_requests)
         if everybody.bytes + size > self._max_bytes:
-            raise self._full("bytes", self._max_bytes)
+            return self._full("bytes", self._max_bytes)
         if own.requests > SHARE * (self._max_requests - everybody.requests):
-            raise self._has_its_share("requests", self._max_requests, own)
+            return self._has_its_share("requests", self._max_requests, own)
         if own.bytes > SHARE * (self._max_bytes - everybody.bytes):
-            raise self._has_its_share("bytes", self._max_bytes, own)
+            return self._has_its_share("bytes", self._max_bytes, own)
         if own.flops > SHARE * (self._max_flops - everybody.flops):
-            raise self._has_its_share("flops", self._max_flops, own)
+            return self._has_its_share("flops", self._max_flops, own)
         if everybody.waiting >= ALWAYS_WAIT:
-            if self._max_queue_time < inf:
-                self._check_queue(own)
-        elif everybody.waiting <= ALWAYS_WAIT // 4:
+            return self._lacks_time(own) if self._max_queue_time < inf else None
+        if everybody.waiting <= ALWAYS_WAIT // 4:
             self._stands = False
+        return None
 
-    def _check_queue(self, own: InFlight) -> None:
-        """Raises Overloaded if the caller would wait too long, both for all that waits and for its own requests alone
-        at one caller's equal share. A queue that comes and goes may take `max_queue_time`. A standing queue helps
-        nobody, and is kept to what the device needs so as not to run out of work.
+    def _lacks_time(self, own: InFlight) -> NoRoom | None:
+        """What is told to a caller that would wait too long, both for all that waits and for its own requests alone at
+        one caller's equal share. A queue that comes and goes may take `max_queue_time`. A standing queue helps nobody,
+        and is kept to what the device needs so as not to run out of work.
         """
         seconds, request = self.seconds, self.pace.request_seconds
         needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
@@ -166,13 +165,13 @@ class Admission:
         needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
         longest = needed if self._stands else max(needed, self._max_queue_time)
         if seconds < longest:
-            return
+            return None
         callers = len(self._callers) + (own is NOTHING)
         if (self.pace.seconds(own.work) + request) * callers < longest:
-            return
+            return None
         if callers > 1 and own.waiting:
-            raise self._has_its_share("queue_time", _rounded(longest), own)
-        raise self._full("queue_time", _rounded(longest))
+            return self._has_its_share("queue_time", _rounded(longest), own)
+        return self._full("queue_time", _rounded(longest))
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0, kind: str = "") -> None:
         """Counts in a request of a kind of work: its bytes (its reply's included) and FLOPs. Raises Overloaded, with
@@ -181,7 +180,7 @@ class Admission:
         self._check_whole(size, flops, reply_bytes)
         self.check(caller, size)
         if self._everybody.flops + flops > self._max_flops:
-            raise self._full("flops", self._max_flops)
+            raise Overloaded(self._full("flops", self._max_flops))
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = InFlight()
@@ -239,9 +238,9 @@ class Admission:
         self._check_whole(*now, reply_bytes)
         size, flops = now[0] - before[0], now[1] - before[1]
         if size > 0 and self._everybody.bytes + size > self._max_bytes:
-            raise self._full("bytes", self._max_bytes)
+            raise Overloaded(self._full("bytes", self._max_bytes))
         if flops > 0 and self._everybody.flops + flops > self._max_flops:
-            raise self._full("flops", self._max_flops)
+            raise Overloaded(self._full("flops", self._max_flops))
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.bytes += size
@@ -290,13 +289,13 @@ class Admission:
             expected = f"a request of at most {self._max_flops} FLOPs"
             raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED, limit="max_flops")
 
-    def _full(self, bound: str, limit: float) -> Overloaded:
+    def _full(self, bound: str, limit: float) -> NoRoom:
         self._stands = True
-        return Overloaded(bound, limit, self._delay(bound, self._everybody))
+        return full(bound, limit, self._delay(bound, self._everybody))
 
-    def _has_its_share(self, bound: str, limit: float, own: InFlight) -> ShareExceeded:
+    def _has_its_share(self, bound: str, limit: float, own: InFlight) -> NoRoom:
         self._stands = True
-        return ShareExceeded(bound, limit, self._delay(bound, own, len(self._callers)))
+        return share_exceeded(bound, limit, self._delay(bound, own, len(self._callers)))
 
     def _delay(self, bound: str, usage: InFlight, callers: int = 1) -> float:
         """Seconds until half of that should be computed, where that many callers share the device. Computing makes no

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from attnserve_server.errors import (
     DeviceFailed,
     Draining,
-    Overloaded,
     RequestError,
     Starting,
 )
+from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.admission import Admission
@@ -90,8 +90,8 @@ class Engine:
         self.check_open()
         self._admission.check(caller, size)
 
-    def refusal(self, caller: Hashable, size: int) -> Overloaded | None:
-        """The same, but returns the Overloaded: raising and catching one takes as long as finding it."""
+    def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
+        """The same, but what the Overloaded would say is returned: see `Admission.refusal`."""
         self.check_open()
         return self._admission.refusal(caller, size)
 

@@ -1,0 +1,162 @@
+"""All services of one server, on one gRPC port.
+
+In: the parts of a server, which do the work. Out: a port that answers, until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from grpc import aio
+
+from attnserve_server.access.opening import Access
+from attnserve_server.caches.fast_path import CacheFastPath
+from attnserve_server.caches.request import read_attend
+from attnserve_server.caches.work import Host
+from attnserve_server.devices import Device
+from attnserve_server.layers.cached_request import read_apply
+from attnserve_server.layers.registry import Registry
+from attnserve_server.observability.health import Health
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.refusals import Refusals
+from attnserve_server.observability.tracing import Tracing
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.rpc import port
+from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.fast_path import FastPath
+from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
+from attnserve_server.rpc.info import server_info
+from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
+from attnserve_server.rpc.messages_due import MessagesDue
+from attnserve_server.rpc.open_rpcs import OpenRpcs
+from attnserve_server.rpc.reflection import Reflection
+from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.service import SERVICE_NAME, AttentionService
+from attnserve_server.rpc.stream import Streams
+from attnserve_server.rpc.stream_life import StreamLife
+from attnserve_server.rpc.unread import REPLY_BYTES_PER_SECOND, UnreadReplies
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.settings.config import Config
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAMES: Final = (SERVICE_NAME, LAYER_SERVICE_NAME, CACHE_SERVICE_NAME, HEALTH_SERVICE_NAME)
+CONNECTION_STREAMS: Final = 1024
+"""The most watches of health and streams of reflection on one connection: anybody may open them. A proxy may have one
+connection for all its clients, each of which watches.
+"""
+UNIDENTIFIED_STREAMS: Final = 16_384
+"""The most of those on all connections: they take 250 MiB."""
+UNSENT_MESSAGES: Final = 16_384
+"""The most unary calls of all callers that wait for their messages: they take 350 MiB."""
+STOP_S: Final = 3.0
+"""How long gRPC may take to stop, of which one second is for what callers are told last: it waits up to 20 s for each
+connection that stands still.
+"""
+STREAM_SHARE: Final = 4
+"""A stream with more than one in this many of all requests that may be in flight is not read from until it has fewer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the services of a server give access to."""
+
+    device: Device
+    engine: Engine
+    registry: Registry
+    caches: Host
+    limits: RequestLimits
+    access: Access
+    health: Health
+    metrics: Metrics
+    refusals: Refusals
+    tracing: Tracing | None
+
+
+class Services:
+    """The services of a server. Made on the event loop that it lives on."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self._config = config
+        self._tls = parts.access.tls
+        engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
+        rpcs = Rpcs(callers, metrics, parts.refusals, _messages_due(config))
+        # With a grace of 0, a stream would end before its caller could leave it.
+        stream_life = (
+            StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
+        )
+        unread = None
+        if config.max_unread_time:
+            unread = UnreadReplies(config.max_unread_time, metrics, callers, parts.refusals)
+        streams = Streams(
+            engine,
+            metrics,
+            {
+                "attend": partial(read_attend, parts.caches, limits=parts.limits),
+                "apply": partial(read_apply, parts.caches, parts.registry, limits=parts.limits),
+            },
+            callers,
+            config.max_message_calls,
+            max(1, config.max_requests // STREAM_SHARE),
+            parts.refusals,
+            parts.tracing,
+            _fast_path(config, parts),
+            unread,
+        )
+        info = server_info(config, parts.device, parts.limits, parts.caches.store.pool_bytes).SerializeToString()
+        self._attention = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)
+        layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
+        caches = CacheService(parts.caches, rpcs, self._attention, config.cache_ttl, parts.limits)
+        for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
+        of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, config.max_unread_time or None)
+        health = HealthService(parts.health, rpcs, for_anybody, of_anybody)
+        options = [*port.channel_options(config), *(() if stream_life is None else stream_life.channel_options)]
+        self._grpc = aio.server(options=options)
+        for service in (self._attention, layers, caches, health):
+            service.register(self._grpc)
+        if config.reflection:
+            Reflection(rpcs, for_anybody).register(self._grpc, SERVICE_NAMES)
+
+    async def start(self) -> str:
+        """Binds the port and answers; returns the actual address. Raises ListenError."""
+        address = port.bind(self._grpc, self._config.listen, None if self._tls is None else self._tls.grpc_credentials)
+        await self._grpc.start()
+        return address
+
+    def end_streams(self) -> None:
+        """Ends every stream of calls once what is in flight on it has been answered."""
+        self._attention.end_streams()
+
+    async def stop(self) -> bool:
+        """Ends whatever is left; returns whether gRPC has stopped: otherwise it still waits for a connection."""
+        try:
+            await asyncio.wait_for(port.stop(self._grpc, grace=1.0), STOP_S)
+        except TimeoutError:
+            logger.warning("connections that stand still are cut off")
+            return False
+        return True
+
+
+def _messages_due(config: Config) -> MessagesDue:
+    """How many unary calls may wait for their messages, and how long: as long as a reply of that size could take."""
+    longest = config.max_unread_time + config.max_message_bytes / REPLY_BYTES_PER_SECOND
+    return MessagesDue(config.max_requests, UNSENT_MESSAGES, longest if config.max_unread_time else None)
+
+
+def _fast_path(config: Config, parts: Parts) -> FastPath | None:
+    """What answers messages as a whole, if the device can and may compute on the event loop."""
+    if parts.device.messages is None or not config.inline_flops:
+        return None
+    return FastPath(
+        parts.engine,
+        parts.metrics,
+        parts.device.messages,
+        min(config.max_message_calls, config.max_batch_requests),
+        config.max_message_bytes,
+        CacheFastPath(parts.caches, parts.device.messages, parts.limits),
+    )

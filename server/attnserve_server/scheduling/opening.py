@@ -1,0 +1,64 @@
+"""Opens the engine of a server, according to its configuration: its admission, its queue, and the gauges of both.
+
+In: a configuration and a device. Out: an `Engine`, which lets nothing in yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.requests.limits import BATCH_FLOPS, CUDA_BATCH_BYTES, CUDA_LAYER_DISCOUNT
+from attnserve_server.scheduling.admission import Admission
+from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry
+from attnserve_server.settings.config import Config
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
+    from attnserve_server.observability.tracing import Tracing
+
+
+def batch_flops(config: Config) -> int:
+    """The most floating-point operations of a batch, as configured or by default."""
+    return config.max_batch_flops or min(BATCH_FLOPS, config.max_flops)
+
+
+def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Tracing | None) -> Engine:
+    """The engine of a configuration, on the running event loop."""
+    admission = Admission(
+        config.max_requests,
+        config.max_bytes,
+        config.max_flops,
+        config.max_message_bytes,
+        config.max_queue_time,
+    )
+    on_gpu = not device.threads
+    queue: BatchQueue[Entry] = BatchQueue(
+        batch_flops(config),
+        config.max_batch_requests,
+        config.priority_aging,
+        admission.pace,
+        CUDA_BATCH_BYTES if on_gpu else None,
+        CUDA_LAYER_DISCOUNT if on_gpu and not config.max_batch_flops else 1,
+    )
+    engine = Engine(device, queue, admission, metrics, config.max_wait, tracing)
+    metrics.watch(
+        queue_requests=lambda: queue.requests + engine.waiting_for_turns,
+        queue_bytes=lambda: queue.bytes,
+        in_flight_requests=lambda: admission.requests,
+        in_flight_bytes=lambda: admission.bytes,
+        in_flight_flops=lambda: admission.flops,
+        in_flight_seconds=lambda: admission.seconds,
+        limits={
+            "requests": config.max_requests,
+            "bytes": config.max_bytes,
+            "flops": config.max_flops,
+            "seconds": config.max_queue_time,
+        },
+    )
+    metrics.watch_callers(admission.bytes_of_callers)
+    worker = engine.worker
+    metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, device.memory)
+    return engine
