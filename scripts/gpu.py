@@ -54,9 +54,6 @@ NEEDED: Final = {
     "transformers": "transformers",
 }
 """The modules that the steps import, and their distributions."""
-LEAST_S: Final = 20.0
-"""With less time than this left, no further step begins."""
-
 LOOK: Final = """\
 import platform, sys, torch
 print(platform.platform(), "python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)
@@ -73,11 +70,14 @@ device.close()
 
 @dataclass(frozen=True)
 class Step:
-    """A command on a device, its limit in seconds, and the file to which it writes figures, if it does."""
+    """A command on a device, its limit in seconds, how many it should take (with less left, it does not begin), and the
+    file to which it writes figures, if it does.
+    """
 
     name: str
     command: tuple[str, ...]
     limit: float
+    least: float
     figures: Path | None = None
     device: str = "cuda"
 
@@ -98,26 +98,27 @@ def steps(device: str, results: Path, measured: Sequence[str]) -> Iterator[Step]
     python, tests = sys.executable, "tests/gpu"
     # Not by plugins that happen to be there: this one warns, which fails.
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "--durations=5")
-    kernels = (*pytest, f"{tests}/test_cuda_device.py", "tests/devices/test_cuda_fake.py")
-    caches = (*pytest, f"{tests}/test_cuda_caches.py")
-    overlap = (*pytest, f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py")
-    yield Step("look", (python, "-c", LOOK, device), 120, device=device)
-    yield Step("kernels", kernels, 240, device=device)
-    yield Step("caches", caches, 240, device=device)
-    yield Step("overlap", overlap, 240, device=device)
+
+    def suite(name: str, *files: str, limit: float = 240, least: float = 60) -> Step:
+        return Step(name, (*pytest, *files), limit, least, device=device)
+
+    yield Step("look", (python, "-c", LOOK, device), 120, 20, device=device)
+    yield suite("kernels", f"{tests}/test_cuda_device.py")
+    yield suite("overlap", f"{tests}/test_cuda_overlap.py", f"{tests}/test_cuda_faults.py", least=20)
+    yield suite("service", f"{tests}/test_cuda_service.py", limit=480)
+    yield suite("caches", f"{tests}/test_cuda_caches.py")
+    yield suite("layers", f"{tests}/test_cuda_layers.py")
 
     def bench(name: str, *arguments: str, limit: float = 150) -> Step:
         figures = results / f"{name}.json"
         common = (python, "-m", "benchmarks", "--device", device, "--peers", "none", "--growth", "0")
         command = (*common, *arguments, "--json", str(figures), *measured)
-        return Step(name, command, limit, figures, device)
+        return Step(name, command, limit, 20, figures, device)
 
-    workloads = [bench(name, "--workloads", name, "--no-curves", "--no-memory") for name in _workloads(device)]
-    yield from workloads[:3]
-    yield Step("service", (*pytest, f"{tests}/test_cuda_service.py"), 480, device=device)
-    yield Step("layers", (*pytest, f"{tests}/test_cuda_layers.py"), 240, device=device)
-    yield from workloads[3:]
+    for name in _workloads(device):
+        yield bench(name, "--workloads", name, "--no-curves", "--no-memory")
     yield bench("curves", "--workloads", "none", "--open", "none", limit=300)
+    yield suite("fake", "tests/devices/test_cuda_fake.py")  # which needs torch's CUDA build, and hardly a GPU
 
 
 def _workloads(device: str) -> list[str]:
@@ -221,7 +222,7 @@ def main() -> int:
     wanted = [step for step in every if chosen.steps is None or step.name in ("look", *chosen.steps)]
     for step in wanted:
         left = end - monotonic()
-        if (step.name in endings and endings[step.name].how == "well") or left < LEAST_S:
+        if (step.name in endings and endings[step.name].how == "well") or left < step.least:
             continue
         endings[step.name] = run(step, results / "gpu.log", min(step.limit, left))
         if step.figures is not None and step.figures.exists():

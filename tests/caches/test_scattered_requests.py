@@ -216,14 +216,18 @@ def test_what_was_launched_and_failed_is_computed(
 
 @pytest.mark.parametrize("appended", [2, 5])
 def test_what_takes_many_operations_is_not_launched(monkeypatch: pytest.MonkeyPatch, appended: int) -> None:
-    """Others would wait for it, whatever its bytes: more than one token for each cache, and more caches than few."""
+    """Others would wait for it, whatever its bytes: more than one token for each cache; many caches, pages or calls."""
     device = hollow_device(META, monkeypatch)
     bench = Bench(device, META)
     cases = [replace(PLAN, dtype="bfloat16").case(n) for n in range(2)]
     transfers: Any = device._transfers
     assert launch_batch(bench.host.pages, device, [bench.begun(case, appended) for case in cases]) is None
-    monkeypatch.setattr(run_module, "FEW_CACHES", 5)
-    assert launch_batch(bench.host.pages, device, [bench.begun(case, 1) for case in cases]) is None
+    for bound in ("FEW_CACHES", "FEW_PAGES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, bound, 5)
+            assert launch_batch(bench.host.pages, device, [bench.begun(case, 1) for case in cases]) is None
+    unlike = [replace(PLAN, dtype="bfloat16", scale=0.1 + n).case(n) for n in range(run_module.FEW_CALLS + 1)]
+    assert launch_batch(bench.host.pages, device, [bench.begun(case, 1) for case in unlike]) is None
     assert not transfers.uploaded
     assert launch_batch(bench.host.pages, device, [bench.begun(cases[0], 1)]) is not None
 

@@ -15,12 +15,13 @@ import pytest
 import strategies
 import torch
 from cases import Plan
-from cuda_here import FEW, HALF, check, cuda_kernels_here, request_of, run
+from cuda_here import FEW, HALF, HostTransfers, check, cuda_kernels_here, request_of, run
 from garbage import no_tensors_in_cycles
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve_server.devices import packed_calls, packing
+from attnserve_server.devices.batch import FEW_CALLS, launch_batch
 from attnserve_server.devices.packing import pack
 from attnserve_server.kernels import RAGGED_KERNELS, efficient_cuda, math, varlen_cuda
 from attnserve_server.kernels.band import Band
@@ -206,6 +207,77 @@ def test_more_sequences_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) 
     packed = check([(Plan(batch=3, query_length=n + 1).case(n), {"return_lse": True}) for n in range(3)])
     assert packed.kernel_calls == {"cuda_efficient": 3}
     check([(Plan(batch=10, mask_shape=(10, 1, 5, 7)).case(0), {"return_lse": True})])
+
+
+@pytest.mark.parametrize("lengths", [(30, 1, 1, 2, 1, 1), (1, 1, 30, 1, 1), (1, 2, 3, 4, 5, 6), (30, 29, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_long_sequences_are_computed_apart_from_many_short_ones(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], dtype: str
+) -> None:
+    """A kernel writes as many lses for each sequence as for the longest: in one request, and in several."""
+    monkeypatch.setattr(packing, "CALL_ROWS", rows := 64)
+    plan = Plan(
+        dtype=dtype,
+        layout="packed",
+        rank=3,
+        sinks=True,
+        causal="bottom_right",
+        query_lengths=lengths,
+        kv_lengths=lengths,
+        query_length=max(lengths),
+        key_length=max(lengths),
+        batch=len(lengths),
+    )
+    requests = [request_of(plan.case(seed), return_lse=True) for seed in range(2)]
+    (one,), left = pack(requests, RAGGED_KERNELS)
+    heads = requests[0].problem.query_heads
+    for _, pieces in one.calls():
+        all_as_long = sum(piece.sequences for piece in pieces) * max(piece.query_length for piece in pieces)
+        assert all_as_long * heads <= rows or sum(piece.sequences for piece in pieces) == 1
+    assert not left
+    alone = check([(plan.case(0), {"return_lse": True})])
+    check([(plan.case(seed), {"return_lse": True}) for seed in range(2)])
+    assert sum(alone.kernel_calls.values()) < len(lengths) or len(lengths) == 3, "the short ones are together"
+
+
+def test_wide_rows_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, rows have twice their width for the kernel."""
+    monkeypatch.setattr(efficient_cuda, "MAX_WIDTH", 16)
+    for dtype, width, kernel in (
+        ("float32", 8, "cuda_efficient"),
+        ("float32", 9, math.NAME),
+        ("float16", 24, math.NAME),
+    ):
+        plan = Plan(dtype=dtype, head_dim=width, key_dim=width, value_dim=8, mask_shape=(5, 7))
+        assert check([(plan.case(0), {"return_lse": True})]).kernel_calls == {kernel: 1}
+    for kernel in RAGGED_KERNELS:
+        assert kernel.max_width <= 1 << 15
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_copies_of_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Such as those of a long cache, whose pages are the sequences of one call."""
+    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_BYTES", 3000)
+    sizes: list[int] = []
+    kernel = efficient_cuda._efficient
+
+    def told(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        sizes.append(key.nbytes + value.nbytes)
+        return kernel(query, key, value, *rest, **options)
+
+    monkeypatch.setattr(efficient_cuda, "_efficient", told)
+    check([(Plan(dtype=dtype, batch=20, bias_shape=(5, 7)).case(0), {"return_lse": True})])
+    assert len(sizes) > 1
+    assert max(sizes) <= 3000
+
+
+def test_what_takes_many_calls_is_not_launched() -> None:
+    """Others would wait for it: each scale is a call of its own."""
+    requests = [request_of(Plan(dtype="float16", scale=0.1 + n).case(n)) for n in range(FEW_CALLS + 1)]
+    assert launch_batch(requests, HostTransfers(), RAGGED_KERNELS) is None
+    finish = launch_batch(requests[1:], HostTransfers(), RAGGED_KERNELS)
+    assert finish is not None
+    assert len(finish().results) == FEW_CALLS
 
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from cases import Case, Plan
 from conftest import Server
 
 from attnserve import Client
+from attnserve_server.caches.attend import CacheQuery, attend_tensors
 from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered import Reach, attend_ranges
@@ -72,6 +73,45 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
         rounding = 2.0**-10 if dtype == "float16" else 2.0**-7
         torch.testing.assert_close(found.output[n].double(), scores.softmax(-1) @ v, rtol=0, atol=4 * rounding)
         torch.testing.assert_close(found.lse[n].double(), scores.logsumexp(-1), rtol=0, atol=1e-3)
+
+
+@HALF
+@pytest.mark.skipif(DEVICE != "cuda", reason="the kernel is CUDA's")
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
+def test_a_step_has_the_same_bits_beside_longer_ones(dtype: str, count: int) -> None:
+    """However many pages are merged at once because of others."""
+    device = open_device("cuda", 0, 0)
+    assert device.scattering is not None
+    shape, where = CacheShape(2, 64, 64, 1, dtype), device.torch_device  # type: ignore[arg-type]
+    page_bytes = 2 * 128 * shape.num_kv_heads * 64 * shape.item_bytes
+    pool = PagePool(256 * page_bytes, page_bytes, where)
+    views = pool.memory.views(shape)
+    random = torch.Generator(where).manual_seed(0)
+    for whole in (views.key, views.value):
+        whole.copy_(torch.randn(whole.shape, device=where, generator=random))
+    query = torch.randn(3, 8, 1, 64, device=where, generator=random).to(views.key.dtype)
+    own = Reach(list(range(count)), 0, count * views.tokens_per_page - 5)
+    others = [Reach(list(range(20, 20 + pages)), 0, pages * views.tokens_per_page) for pages in (64, 130)]
+    alone = attend_ranges(query[:1], [own], 0.125, shape, pool, device.scattering, True)
+    beside = attend_ranges(query, [own, *others], 0.125, shape, pool, device.scattering, True)
+    assert torch.equal(alone.output[0], beside.output[0])
+    assert torch.equal(alone.lse[0], beside.lse[0])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")
+def test_a_step_over_a_long_cache_takes_little_memory() -> None:
+    """In float32, for which the kernel is given keys and values in two parts."""
+    device = open_device("cuda", 0, 0)
+    shape, where = CacheShape(8, 128, 128, 1, "float32"), device.torch_device
+    pool = PagePool(2 << 30, 2 << 20, where)
+    pages, per_page = list(range(1024)), pool.tokens_per_page(shape)
+    query = CacheQuery(torch.randn(1, 8, 1, 128, device=where), shape, pages, 1024 * per_page, 0.1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attend_tensors([query], pool, device)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 3 << 29, "less than is attended to"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")

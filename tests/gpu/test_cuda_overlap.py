@@ -11,8 +11,10 @@ import pytest
 import torch
 from cuda_device import device
 
+from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cuda import CudaDevice
+from attnserve_server.requests.request import Request
 
 __all__ = ["device"]
 
@@ -57,6 +59,42 @@ def test_a_batch_has_its_results_while_another_computes(device: CudaDevice) -> N
     assert not computed.query()
     assert here.tolist() == [1.0] * 9
     computed.synchronize()
+
+
+def test_large_batches_of_two_threads_have_their_own_results(device: CudaDevice) -> None:
+    """What is above a MiB is copied beside the kernels, both ways: each query finds the value of its own batch."""
+    tokens, heads, width = 2048, 8, 64
+    rows = (heads, tokens, width)
+
+    def batch(number: int) -> Request:
+        query = np.zeros(rows, np.float32)
+        value = np.full(rows, number, np.float32) + np.arange(tokens, dtype=np.float32)[:, None] / tokens
+        call = encode_attend(query, query, value, causal=False)
+        return messages.read_request(b"".join(bytes(piece) for piece in call.pieces))
+
+    requests = [batch(number) for number in range(12)]
+    with ThreadPoolExecutor(device.depth) as threads:
+        outcomes = list(threads.map(lambda request: device.run([request, request]).results, requests))
+    for number, results in enumerate(outcomes):
+        for result in results:
+            output = np.frombuffer(result.output, np.float32)
+            np.testing.assert_allclose(output, number + (tokens - 1) / tokens / 2, rtol=0, atol=1e-4)
+
+
+def test_launching_does_not_wait_for_what_computes(device: CudaDevice) -> None:
+    """Nor for memory: the batch before has shown how much it takes."""
+    requests = [messages.read(messages.random_attend(seed, 64)) for seed in range(8)]
+    finish = device.launch(requests)
+    assert finish is not None
+    finish()
+    computed = torch.cuda.Event()
+    torch.cuda._sleep(CYCLES)
+    computed.record()
+    finish = device.launch(requests)
+    assert not computed.query(), "it was launched while the device computed"
+    assert finish is not None
+    assert len(finish().results) == len(requests)
+    assert computed.query()
 
 
 def test_batches_of_two_threads_have_their_own_results(device: CudaDevice) -> None:

@@ -41,6 +41,15 @@ async def test_what_is_much_is_launched_by_threads() -> None:
     await bench.finish()
 
 
+async def test_nothing_is_launched_on_the_loop_beside_a_thread_that_launches() -> None:
+    """Which may have asked the device for so much that it takes no more: the loop would wait."""
+    bench = PairBench(device=PairDevice(launch_bytes=10))
+    await bench.given(Asked(5, received_bytes=10))
+    await bench.given(Asked(6))
+    assert not bench.device.launched
+    await bench.finish()
+
+
 async def test_what_cannot_be_launched_is_computed() -> None:
     bench = PairBench(device=PairDevice(launch_bytes=10))
     bench.device.fails_to_launch = True

@@ -21,6 +21,7 @@ from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike
+from attnserve_server.devices.batch import FEW_CALLS
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.packed_results import bytes_of
 from attnserve_server.devices.results import Parts, put, results_of, tensors_of
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 FEW_CACHES: Final = 512
 """Requests to so many are planned and put together in two milliseconds, while others wait."""
+FEW_PAGES: Final = 4096
+"""Keys on so many pages are planned in half a millisecond."""
 FEW_COPIES: Final = 16
 """So many pages that are shared are copied, by some operations each, while others wait."""
 
@@ -89,10 +92,10 @@ def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest])
     """Has requests of one group computed that take few operations: those that append one token at most to each of few
     caches, and are computed by the kernel for keys that lie anywhere.
     """
-    if device.scattering is None or batch[0].unfinished is not None or not _are_few(batch):
+    if device.scattering is None or batch[0].unfinished is not None or not _are_few(batch, pool):
         return None
     groups = alike(batch, pool)
-    if sum(len(group.places) for group in groups) < len(batch):
+    if len(groups) > FEW_CALLS or sum(len(group.places) for group in groups) < len(batch):
         return None
     device.take_kernel_calls()  # of what this thread has launched and failed
     begin = perf_counter()
@@ -100,11 +103,17 @@ def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest])
     return _launch_on_tensors(pool, device, batch, groups, perf_counter() - begin)
 
 
-def _are_few(batch: Sequence[CachedRequest]) -> bool:
-    """Whether requests take some dozens of operations, whatever their caches hold."""
+def _are_few(batch: Sequence[CachedRequest], pool: PagePool) -> bool:
+    """Whether requests are planned soon and take some dozens of operations."""
+    if any(request.problem.kv_length > 1 for request in batch) or sum(len(each.uses) for each in batch) > FEW_CACHES:
+        return False
     copies = sum(len(placement.copies) for request in batch for placement in request.placements)
-    caches = sum(len(request.uses) for request in batch)
-    return caches <= FEW_CACHES and copies <= FEW_COPIES and all(request.problem.kv_length <= 1 for request in batch)
+    pages = sum(
+        -(-length // pool.tokens_per_page(request.uses[0].cache.shape))
+        for request in batch
+        for length in request.lengths
+    )
+    return copies <= FEW_COPIES and pages <= FEW_PAGES
 
 
 def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:

@@ -27,6 +27,8 @@ from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
 FEW_SPANS: Final = 256
 """So many spans are put together in three milliseconds, while others wait."""
+FEW_CALLS: Final = 4
+"""So many calls of kernels are launched in less than a millisecond, while others wait."""
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
@@ -39,7 +41,9 @@ def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Seq
     if sum(len(request.spans) for request in requests) > FEW_SPANS:
         return None
     packs, places = pack(requests, kernels)
-    return None if places else _launch(requests, transfers, packs, places)
+    if places or sum(len(each.pieces) for each in packs) > FEW_CALLS:
+        return None
+    return _launch(requests, transfers, packs, places)
 
 
 def _launch(requests: Sequence[Request], transfers: Transfers, packs: Sequence[Pack], places: Sequence[int]) -> Finish:

@@ -77,12 +77,13 @@ def _output(problem: Problem, found: Sequence[Found]) -> memoryview:
 
 def _is_in_order(problem: Problem, found: Sequence[Found]) -> bool:
     """Whether the rows of pieces were fetched in the order of the reply, one piece after the other."""
-    place = found[0].begin
+    place, before = found[0].begin, (-1, -1)
     for each in found:
         has_order = has_kernel_order(problem, each.piece.query_length, problem.query_heads)
-        if each.whole is not found[0].whole or each.begin != place or not has_order:
+        own = each.piece.first, each.piece.query_start
+        if each.whole is not found[0].whole or each.begin != place or own < before or not has_order:
             return False
-        place += each.output.nbytes
+        place, before = place + each.output.nbytes, own
     return True
 
 

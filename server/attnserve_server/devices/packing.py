@@ -16,6 +16,10 @@ from attnserve_server.requests.request import Request
 
 CALL_BYTES: Final = 1 << 28
 """Calls of more bytes of inputs are divided, if they have several pieces: one is copied while another computes."""
+CALL_ROWS: Final = 1 << 26
+"""Calls are divided, too, that would have more rows of queries if all sequences were as long as the longest: so many
+lses some kernels write, 256 MiB, and for so many they start thread blocks.
+"""
 
 Window = tuple[int, int]
 
@@ -74,17 +78,26 @@ class Pack:
     def calls(self) -> Iterator[tuple[Window, list[Piece]]]:
         """What the kernel computes at a time, and its window."""
         row_bytes = self.problem.query_heads * self.problem.head_dim * TORCH[self.problem.dtype].itemsize
+        rows = CALL_ROWS // self.problem.query_heads
         for window, pieces in self.pieces.items():
+            if sum(piece.sequences for piece in pieces) * max(piece.query_length for piece in pieces) > rows:
+                pieces = sorted(pieces, key=lambda piece: piece.query_length)  # the long ones apart from the short
             some: list[Piece] = []
-            sequences = size = 0
-            for piece in (part for whole in pieces for part in whole.divided(MAX_SEQUENCES)):
+            sequences = size = longest = 0
+            for piece in (part for whole in pieces for part in whole.divided(_most_sequences(whole, rows))):
                 own = piece.queries * row_bytes + piece.keys * self.problem.token_bytes
-                if some and (sequences + piece.sequences > MAX_SEQUENCES or size + own > CALL_BYTES):
+                together, highest = sequences + piece.sequences, max(longest, piece.query_length)
+                if some and (together > MAX_SEQUENCES or size + own > CALL_BYTES or together * highest > rows):
                     yield window, some
-                    some, sequences, size = [], 0, 0
+                    some, together, highest, size = [], piece.sequences, piece.query_length, 0
                 some.append(piece)
-                sequences, size = sequences + piece.sequences, size + own
+                sequences, longest, size = together, highest, size + own
             yield window, some
+
+
+def _most_sequences(piece: Piece, rows: int) -> int:
+    """How many sequences of a piece are in one call, which has so many rows of queries in all."""
+    return max(1, min(MAX_SEQUENCES, rows // piece.query_length))
 
 
 def pack(requests: Sequence[Request], kernels: Sequence[RaggedKernel]) -> tuple[list[Pack], list[int]]:

@@ -35,6 +35,12 @@ ROW_ELEMENTS = 8
 BIAS_ROW_ELEMENTS = 16
 MAX_BLOCK_ELEMENTS = 1 << 28
 """The elements of a mask or bias that is made for a block of queries: 1 GiB in float32."""
+MAX_BLOCK_BYTES = 1 << 28
+"""The bytes of keys and values that are converted, or made in two parts, for a block of sequences; one alone may have
+more.
+"""
+MAX_WIDTH = 1 << 16
+"""The widest rows of queries, keys and values that the kernel takes; those in two parts count twice."""
 
 _FROM_BOTTOM_RIGHT = 2  # the kernel's number for a causal mask of that kind
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -47,6 +53,8 @@ def applies(call: AttentionCall) -> bool:
         return False
     if call.query.shape[1] > MAX_SEQUENCES or math.needs_float64(call.scale, call.softcap):
         return False
+    if max(call.query.shape[-1], call.value.shape[-1]) > _max_width(call.query.dtype):
+        return False
     # These may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or (call.mask is None and call.bias is None)
 
@@ -56,12 +64,29 @@ def attend(call: AttentionCall) -> AttentionResult:
     sequences, query_length = call.query.shape[0], call.query.shape[2]
     planes = max(_planes(call.mask), _planes(call.bias), 1 if call.alibi_slopes is None else call.query.shape[1])
     rows = max(1, MAX_BLOCK_ELEMENTS // (planes * call.key.shape[2]))
+    size = max(1, min(MAX_SEQUENCES, MAX_BLOCK_BYTES // max(1, _copied_bytes(call))))
     blocks = []
-    for first in range(0, sequences, MAX_SEQUENCES):
-        some = call if sequences <= MAX_SEQUENCES else call.sequences(first, min(first + MAX_SEQUENCES, sequences))
+    for first in range(0, sequences, size):
+        some = call if sequences <= size else call.sequences(first, min(first + size, sequences))
         parts = [some.queries(start, min(start + rows, query_length)) for start in range(0, query_length, rows)]
         blocks.append(_joined([_attend_block(part) for part in parts], 2))
     return _joined(blocks, 0)
+
+
+def _max_width(dtype: torch.dtype) -> int:
+    """The widest queries, keys and values of a dtype."""
+    return MAX_WIDTH // 2 if dtype == torch.float32 else MAX_WIDTH
+
+
+def _copied_bytes(call: AttentionCall) -> int:
+    """How much the converted keys and values of one sequence take: those in half precision without a bias are read
+    where they are.
+    """
+    if call.query.dtype != torch.float32 and call.mask is None and call.bias is None and call.alibi_slopes is None:
+        return 0
+    _, heads, length, width = call.key.shape
+    parts = 2 if call.query.dtype == torch.float32 else 1
+    return parts * heads * length * (width + call.value.shape[-1]) * torch.float32.itemsize
 
 
 def _planes(tensor: torch.Tensor | None) -> int:
@@ -225,7 +250,7 @@ RAGGED_KERNEL = RaggedKernel(
     NAME,
     "float32 with dot products, any lengths in one call; masks, biases and ALiBi in any precision, equal lengths",
     frozenset((torch.float32,)),
-    1 << 16,
+    _max_width(torch.float32),
     window,
     attend_ragged,
 )

@@ -36,6 +36,8 @@ class Run:
     batch: Batch[Entry]
     begin: float
     end: float
+    launched: bool = False
+    """Whether all that the device does for it was asked of it on the loop."""
 
 
 class Worker:
@@ -105,10 +107,18 @@ class Worker:
             self._computed(run, compute(self._device, batch.entries, lock))
             return
         launched = None
-        if lock is not None and sum(entry.size for entry in batch.entries) <= self._device.launch_bytes:
+        if lock is not None and self._may_launch(run):
             launched = launch(self._device, batch.entries, lock)
+        run.launched = launched is not None
         computing = launched or partial(compute, self._device, batch.entries, lock)
         self._loop.run_in_executor(self._threads, computing).add_done_callback(partial(self._hand_over, run))
+
+    def _may_launch(self, run: Run) -> bool:
+        """Whether a batch that was taken last may be launched on the loop: it is little, and no thread launches, which
+        may be so far ahead of the device that it takes no further operations for a while.
+        """
+        size = sum(entry.size for entry in run.batch.entries)
+        return size <= self._device.launch_bytes and all(each.launched for each in self.runs[:-1])
 
     def free(self, run: Run, now: float) -> float:
         """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
