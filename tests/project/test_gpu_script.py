@@ -48,7 +48,7 @@ def endless(tmp_path: Path) -> tuple[gpu.Step, Path]:
     told = tmp_path / "told"
     os.mkfifo(told)
     program = ENDLESS.format(told=str(told))
-    return gpu.Step("endless", (sys.executable, "-c", program, program), 600), told
+    return gpu.Step("endless", (sys.executable, "-c", program, program), 600, 0), told
 
 
 def test_what_was_said_before_the_time_was_up_is_in_the_log(
