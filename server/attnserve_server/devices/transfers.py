@@ -27,10 +27,16 @@ AT_ONCE: Final = 1 << 20
 """Up to so many bytes are copied on the compute stream."""
 AWAKE_S: Final = 100e-6
 """How long a thread that waits for the device stays awake."""
-WARM_BLOCKS: Final = 4
-"""Pinned blocks of each size that are allocated at the start: inputs and outputs of two batches."""
-WARM_POWERS: Final = range(12, 26)
-"""Those sizes as powers of two: 4 KiB to 32 MiB. Others are allocated when first needed, which takes a millisecond for
+WARM_BLOCKS: Final = 8
+"""Pinned blocks of each size that are allocated at the start: inputs and outputs of two batches, and replies that are
+still being sent.
+"""
+WARM_DEVICE_BYTES: Final = 1 << 28
+"""Memory of the device that is there from the start, for what computes and for what is copied beside it: to get more
+may wait until the device is idle.
+"""
+WARM_POWERS: Final = range(12, 25)
+"""Those sizes as powers of two: 4 KiB to 16 MiB. Others are allocated when first needed, which takes a millisecond for
 each 2 MiB."""
 
 
@@ -131,8 +137,11 @@ class CudaTransfers:
         return Asked(computed, fetched)
 
     def warm_up(self) -> None:
-        """Pins memory, which takes milliseconds, before the first batch needs it."""
+        """Has memory ready, on the host and on the device, which takes milliseconds, before the first batch needs it."""
         blocks = [self.allocate(1 << power) for power in WARM_POWERS for _ in range(WARM_BLOCKS)]
+        for stream in (self._compute_stream, self._upload_stream):
+            with torch.cuda.stream(stream):
+                blocks.append(torch.empty(WARM_DEVICE_BYTES, dtype=torch.uint8, device=self._device))
         del blocks
 
     def finish(self) -> None:
