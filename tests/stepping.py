@@ -53,7 +53,7 @@ class Stepping:
         self.device = device
         self.messages = of
         self.store = CacheStore(pages * PAGE_BYTES, PAGE_BYTES, 1000)
-        self.host = Host(self.store, PagePool(pages * PAGE_BYTES, PAGE_BYTES, device.torch_device, device.tokens))
+        self.host = Host(self.store, PagePool.of(device, pages * PAGE_BYTES, PAGE_BYTES))
         self.fast_path = CacheFastPath(self.host, of, DEFAULT_LIMITS)
 
     def create(
@@ -213,7 +213,7 @@ def stepping_(device: CpuDevice) -> Iterator[Stepping]:
 def another(device: CpuDevice, **options: Any) -> Stepping:
     """New caches on a device."""
     assert device.native is not None
-    return Stepping(device, Messages(device.native, device._threads_for), **options)
+    return Stepping(device, Messages(device.native.library, device._threads_for), **options)
 
 
 def assert_same(found: pb.AttendResponse, expected: object) -> None:

@@ -77,7 +77,7 @@ class Bench:
         self.device = HeldDevice()
         pool_bytes = PAGES * PAGE_BYTES
         self.store = CacheStore(pool_bytes, PAGE_BYTES, 100)
-        self.host = Host(self.store, PagePool(pool_bytes, PAGE_BYTES, self.device.torch_device, self.device.tokens))
+        self.host = Host(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES))
         self.admission = Admission(1000, 10**12, 10**15)
         queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
         self.engine = Engine(self.device, queue, self.admission, Metrics("0", "0", "cpu"))

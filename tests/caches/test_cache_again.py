@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native kerne
 async def native(bench: Bench) -> AsyncIterator[None]:
     """The device has the native kernel."""
     native = CpuDevice(1, -1, library.best())
-    bench.device.native, bench.device.attend_packed = native.native, native.attend_packed
+    bench.device.native = native.native
     yield
     native.close()
 
@@ -111,7 +111,7 @@ async def test_of_a_request_those_sequences_are_computed_again(
     assert len(batches) == 2
     output = np.frombuffer(outcome.result.output, np.float32).reshape(sequences, -1)
     assert list(np.isnan(output).all(1)) == [False] * (sequences - 1) + [True]
-    bench.device.attend_packed = None
+    bench.device.native = None
     (plain,) = await outcomes(bench, [attend(bench, caches[-1], query=np.inf)])
     assert output[-1].tobytes() == bytes(plain.result.output)
     await bench.finished()

@@ -108,7 +108,7 @@ async def bench(models: Models) -> AsyncIterator[Bench]:
     await registry.load("layers.toml", ["gpt2"])
     host = Host(
         CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100),
-        PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, device.torch_device, device.tokens),
+        PagePool.of(device, PAGES * PAGE_BYTES, PAGE_BYTES),
     )
     yield Bench(device, registry, engine, host)
     assert await engine.drain(PATIENCE_S)

@@ -77,10 +77,10 @@ def shared_pages(device: CpuDevice, queries: Sequence[CacheQuery], pool: PagePoo
 
     def attend(calls: bytearray, flops: int) -> Any:
         seen.extend(np.frombuffer(calls, np.int64).reshape(-1, library.CALL_BYTES // 8)[:, 9].tolist())
-        assert device.attend_packed is not None
-        return device.attend_packed(calls, flops)
+        assert device.native is not None
+        return device.native.attend(calls, flops)
 
-    compute: Any = SimpleNamespace(attend_packed=attend, torch_device=CPU)
+    compute: Any = SimpleNamespace(native=SimpleNamespace(attend=attend), torch_device=CPU)
     attend_cache(queries, pool, compute)
     assert len(seen) == len(queries)
     return sum(seen)

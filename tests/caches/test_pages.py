@@ -11,7 +11,7 @@ from resident import CPU, page_bytes_for, placement
 
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.page_memory import STORAGE
-from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.pages import PagePool, _rounded_once
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native import library
@@ -95,6 +95,37 @@ def test_what_is_written_is_cast_to_the_dtype_of_storage(shape: CacheShape, dtyp
     block = pool.gather(shape, [2, 1, 3, 0], 4, torch.float64)
     assert torch.equal(block.key[0], got_key.double())
     assert torch.equal(block.value[0], got_value.double())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 7], ids=["single", "several"])
+def test_float64_is_rounded_once(dtype: Any, count: int) -> None:
+    """A number just beside the middle of two neighbours, which float32 would put into the middle."""
+    shape = CacheShape(2, 64, 64, 1, dtype)
+    pool = pool_of(shape, 3, 16)
+    below = torch.randn(2, count, 64).to(STORAGE[dtype])
+    above = below.nextafter(torch.full_like(below, torch.inf))
+    middle = (below.double() + above.double()) / 2
+    for share, expected in ((-(2.0**-45), below), (2.0**-45, above)):
+        beside = middle + middle.abs() * share
+        assert torch.equal(beside.float(), middle.float())
+        if count == 1:
+            pool.write_tokens(shape, [Write(0, 0, 1)], beside[:, 0][None], beside[:, 0][None])
+        else:
+            pool.write(shape, placement([0], 16, 0, count), beside, beside)
+        for found in read(pool, shape, [0], count):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_float64_holds_besides_numbers_is_kept(dtype: Any) -> None:
+    given = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e300, -1e300, 1e-300, 5e-324], dtype=torch.float64
+    )
+    found = _rounded_once(given, STORAGE[dtype]).to(STORAGE[dtype])
+    expected = given.float().to(STORAGE[dtype])
+    assert torch.equal(found.signbit(), expected.signbit() | found.isnan() & found.signbit())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @EVERY_SHAPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.devices.compute import StepPacked
 from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.resident import Resident, Residents
@@ -50,20 +51,20 @@ class Decoding:
         assert isinstance(layer, TransformerLayer)
         self.layer, own = layer, architecture.block.self_attention
         if layer._decoder is not None:
-            layer._decoder._step = self._counted(layer._decoder._step)
+            layer._decoder._compute = self._counted(layer._decoder._compute)
         self.shape = CacheShape(own.kv_heads, own.head_dim, own.value_dim, architecture.blocks, storage or dtype)
         half = page_tokens * own.kv_heads * max(own.head_dim, own.value_dim) * self.shape.item_bytes
         page_bytes = 2 * -(-half // CACHE_LINE) * CACHE_LINE
         self.store = CacheStore(PAGES * page_bytes, page_bytes, PAGES)
-        self.pool = PagePool(PAGES * page_bytes, page_bytes, device.torch_device, device.tokens)
+        self.pool = PagePool.of(device, PAGES * page_bytes, page_bytes)
 
-    def _counted(self, step: StepPacked) -> StepPacked:
+    def _counted(self, compute: NativeCompute) -> Any:
         def counted(given: Step, flops: int) -> torch.Tensor | None:
-            found = step(given, flops)
+            found = compute.step(given, flops)
             self.stepped.append((len(given.rows), found is not None))
             return found
 
-        return counted
+        return SimpleNamespace(step=counted)
 
     def create(self) -> Cache:
         """An empty cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,16 +163,16 @@ def test_a_step_that_fails_leaves_nothing_that_counts_as_finite(devices: Devices
     assert all(decoding.finite(cache))
     steps = decoding.layer._decoder
     assert steps is not None
-    step = steps._step
+    compute: Any = steps._compute
 
     def failing(*arguments: Any) -> torch.Tensor | None:
-        step(*arguments)
+        compute.step(*arguments)
         raise MemoryError
 
-    steps._step = failing
+    steps._compute = SimpleNamespace(step=failing)  # type: ignore[assignment]
     with pytest.raises(MemoryError):
         decoding.run([Part(cache, torch.full((1, 32), torch.nan))])
-    steps._step = step
+    steps._compute = compute
     assert cache.lengths == [2, 2]
     assert not any(decoding.finite(cache))
     rest = make.random_rows(3, 32, 1, "float32")

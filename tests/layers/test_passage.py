@@ -10,7 +10,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.block import build_steps
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.passage import packed_passages, passages_of
-from attnserve_server.layers.product import is_native
+from attnserve_server.layers.product import is_native, products_of
 from attnserve_server.layers.specification import Activation, Dtype, FeedForward, Norm, Rotary, Transformer
 
 Devices = dict[int, CpuDevice]
@@ -54,7 +54,7 @@ def by_library(architecture: Transformer, device: CpuDevice, dtype: Dtype = "flo
 
 @pytest.mark.parametrize("dtype", make.DTYPES)
 def test_the_library_computes_what_it_multiplies(devices: Devices, tensor_devices: Devices, dtype: Dtype) -> None:
-    assert by_library(stack(), devices[2], dtype) == is_native(make.torch_dtype(dtype), devices[2].products)
+    assert by_library(stack(), devices[2], dtype) == is_native(make.torch_dtype(dtype), products_of(devices[2]))
     assert not by_library(stack(), tensor_devices[2], dtype)
 
 
@@ -69,7 +69,7 @@ def test_the_library_computes_what_it_multiplies(devices: Devices, tensor_device
     ],
 )
 def test_widths_are_whole_vectors(devices: Devices, architecture: Transformer, expected: bool) -> None:
-    there = devices[1].passages is not None
+    there = devices[1].native is not None
     assert by_library(architecture, devices[1]) == (expected and there)
 
 

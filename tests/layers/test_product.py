@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.layers import product
-from attnserve_server.layers.product import packs, product_of
+from attnserve_server.layers.product import packs, product_of, products_of
 from attnserve_server.layers.specification import Dtype, Embedding, Norm, Transformer
 from attnserve_server.native.library import Threads, available, best
 from attnserve_server.native.products import Products
@@ -171,7 +171,7 @@ def test_products_of_too_few_rows_for_all_threads_are_divided(
 ) -> None:
     """The product of others is computed by ranges of rows: no thread is asked for help that has rows of its own."""
     device = CpuDevice(threads, 0, best())
-    products = device.products
+    products = products_of(device)
     assert products is not None
     multiply, found = products._multiply, []
 

@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
 @pytest.fixture
 def native(device: CpuDevice) -> Messages:
     assert device.native is not None
-    return Messages(device.native, device._threads_for)
+    return Messages(device.native.library, device._threads_for)
 
 
 def test_the_tags_that_the_library_looks_for_take_a_byte_each() -> None:

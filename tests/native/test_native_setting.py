@@ -40,7 +40,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 def instructions(device: object) -> str | None:
     assert isinstance(device, CpuDevice)
-    return None if device.native is None else device.native.instructions
+    return None if device.native is None else device.native.library.instructions
 
 
 def test_it_is_here_where_tests_must_not_be_skipped() -> None:

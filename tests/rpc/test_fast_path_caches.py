@@ -32,7 +32,7 @@ class Path:
     def __init__(self, device: CpuDevice) -> None:
         assert device.native is not None
         self.bench = Bench(device)
-        self.caches = Stepping(device, Messages(device.native, lambda effort: None))
+        self.caches = Stepping(device, Messages(device.native.library, lambda effort: None))
         of = self.caches.messages
         self.path = FastPath(self.bench.engine, self.bench.metrics, of, 64, 1 << 20, self.caches.fast_path)
 

@@ -33,8 +33,7 @@ class NativeDevice(HeldDevice):
 
     def __init__(self) -> None:
         super().__init__(BESIDE)
-        native = CpuDevice(1, BESIDE, library.best())
-        self.native, self._native_requests = native.native, native._native_requests
+        self.native = CpuDevice(1, BESIDE, library.best()).native
         self.held_at = -1
         """Index of the batch that it holds until it may run."""
 

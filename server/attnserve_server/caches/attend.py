@@ -34,9 +34,9 @@ def attend_cache(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute
 
     Rows with nothing to attend have output 0 and lse -inf.
     """
-    if compute.attend_packed is None:
+    if compute.native is None:
         return attend_tensors(queries, pool, compute)
-    found = attend_queries(queries, pool, compute.attend_packed)
+    found = attend_queries(queries, pool, compute.native)
     return completed(queries, found, lambda others: attend_tensors(others, pool, compute))
 
 

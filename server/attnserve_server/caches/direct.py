@@ -17,7 +17,7 @@ from attnserve_server.caches.page_memory import PageLayout
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.payloads import (
     address,
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 def attend_requests(
-    requests: Sequence[CachedRequest], pool: PagePool, attend: AttendPacked
+    requests: Sequence[CachedRequest], pool: PagePool, compute: NativeCompute
 ) -> tuple[list[RequestResult | None], Broken]:
     """The result of each request, None where the kernel lacks its options; and in which sequences of results it met
     NaN or infinities.
@@ -70,7 +70,7 @@ def attend_requests(
             results[place] = _add(calls, request, plan, inputs)
             owners += [place] * len(request.uses)
     effort = sum(request.effort for request in requests)
-    return results, broken_of(attend_paged(calls, pool, attend, effort) if calls else [], owners)
+    return results, broken_of(attend_paged(calls, pool, compute, effort) if calls else [], owners)
 
 
 class _Inputs(NamedTuple):

@@ -14,14 +14,16 @@ from attnserve_server.caches.layer import PageTable
 from attnserve_server.caches.paged import Own, PagedCall, PagedShape, attend_paged, keys_of
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
-from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.native.calls import broadcast, shape_of
 from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import NAME, computes
 
 
-def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: AttendPacked) -> list[AttentionResult | None]:
+def attend_queries(
+    queries: Sequence[CacheQuery], pool: PagePool, compute: NativeCompute
+) -> list[AttentionResult | None]:
     """The result of each query; None where the kernel lacks its options, or met NaN or infinities."""
     results = [_empty(query) if _applies(query) else None for query in queries]
     calls, places, flops = [], [], 0
@@ -37,7 +39,7 @@ def attend_queries(queries: Sequence[CacheQuery], pool: PagePool, attend: Attend
             places.append(place)
             flops += 2 * (query.query.numel() + result.output.numel()) * calls[-1].length
     if calls:
-        for call in attend_paged(calls, pool, attend, flops):
+        for call in attend_paged(calls, pool, compute, flops):
             results[places[call]] = None
     return results
 

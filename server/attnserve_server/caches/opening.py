@@ -47,7 +47,7 @@ def open_caches(config: Config, device: Device) -> Host:
     try:
         return Host(
             CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
-            PagePool(pool_bytes, page_bytes, device.torch_device, device.tokens),
+            PagePool.of(device, pool_bytes, page_bytes),
             config.advertise_address,
         )
     except Exception as error:

@@ -16,7 +16,7 @@ from attnserve_server.caches.page_memory import STORAGE, PageLayout
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
-from attnserve_server.devices.compute import AttendPacked
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
@@ -61,10 +61,10 @@ def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
     return Keys(0, 0, dtype, layout.tokens_per_page, Strides(*layout.key), Strides(*layout.value))
 
 
-def attend_paged(calls: Sequence[PagedCall], pool: PagePool, attend: AttendPacked, flops: int) -> list[int]:
+def attend_paged(calls: Sequence[PagedCall], pool: PagePool, compute: NativeCompute, flops: int) -> list[int]:
     """Computes calls. Returns the places of those whose results are not finite, and thus meaningless."""
     packed, order = packed_calls(calls, pool)
-    return [order[place] for place in attend(packed, flops)]
+    return [order[place] for place in compute.attend(packed, flops)]
 
 
 def packed_calls(calls: Sequence[PagedCall], pool: PagePool) -> tuple[bytearray, list[int]]:

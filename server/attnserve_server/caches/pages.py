@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.page_memory import STORAGE, PageMemory, PageViews, as_array
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.native.tokens import TOKEN, Tokens
+
+if TYPE_CHECKING:
+    from attnserve_server.devices.compute import Compute
 
 FEW_PAGES: Final = 256
 """Up to so many pages, comparing their numbers one by one is faster than calling NumPy."""
@@ -49,6 +52,12 @@ class PagePool:
         self._looks = device.type == "cpu"
         self._tokens = tokens
 
+    @staticmethod
+    def of(device: Compute, pool_bytes: int, page_bytes: int) -> PagePool:
+        """The pages of a device."""
+        tokens = None if device.native is None else device.native.tokens
+        return PagePool(pool_bytes, page_bytes, device.torch_device, tokens)
+
     def tokens_per_page(self, shape: CacheShape) -> int:
         """P for tokens of this shape."""
         return self.memory.views(shape).tokens_per_page
@@ -65,6 +74,7 @@ class PagePool:
             end = begin + count * tokens
             for whole, part in ((views.key, key), (views.value, value)):
                 written = part[:, begin:end].reshape(len(part), count, tokens, part.shape[2])
+                written = _rounded_once(written, whole.dtype)
                 whole[page : page + count, :, slot : slot + tokens].copy_(written.transpose(0, 1))
             if self._looks:
                 if not slot and tokens < views.tokens_per_page:
@@ -85,7 +95,7 @@ class PagePool:
             self._append(self._tokens, shape, places, key, value)
             return
         views = self.memory.views(shape)
-        key, value = key.to(views.key.dtype), value.to(views.value.dtype)
+        key, value = (_rounded_once(each, views.key.dtype).to(views.key.dtype) for each in (key, value))
         if self._looks:
             self.write_arrays(shape, places, as_array(key), as_array(value))
             return
@@ -263,3 +273,15 @@ def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, 
                 count += 1
         yield page, count, slot, tokens
         place += count
+
+
+def _rounded_once(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that torch rounds to a dtype as if it were done at once: on its way to half precision, float64 becomes
+    float32. Rounded to odd there, nothing is lost that matters for what follows (Boldo and Melquiond 2008).
+    """
+    if tensor.dtype != torch.float64 or dtype.itemsize != 2:
+        return tensor
+    nearest = tensor.float()
+    toward_zero = torch.where(nearest.double().abs() > tensor.abs(), nearest.nextafter(nearest.new_zeros(())), nearest)
+    odd = (toward_zero.view(torch.int32) | 1).view(torch.float32)
+    return torch.where(toward_zero.double() == tensor, toward_zero, odd)

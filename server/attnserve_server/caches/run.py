@@ -70,9 +70,9 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
         return _finish(pool, device, batch)
     _append(pool, device, batch)
     after_appends = perf_counter()
-    if device.attend_packed is None:
+    if device.native is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
-    found, broken = attend_requests(batch, pool, device.attend_packed)
+    found, broken = attend_requests(batch, pool, device.native)
     again: dict[int, Work] = {}
     for place, sequences in broken.items():
         result = found[place]

@@ -9,11 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedResult, ScatteredCall
-from attnserve_server.native.decoders import Step
-from attnserve_server.native.passages import Passages
-from attnserve_server.native.products import Products
-from attnserve_server.native.rotations import Rotations
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -35,17 +32,6 @@ MAX_ROWS = 512
 ALONE_FLOPS = 4_000_000
 """The native library finishes less work than this sooner than another thread could take the GIL and give it back."""
 
-AttendPacked: TypeAlias = Callable[[bytearray, int], list[int]]
-"""Computes packed calls of the native kernel, which together cost this many FLOPs. Returns the places of those whose
-results are not finite, and so have no meaning.
-"""
-
-ApplyPacked: TypeAlias = Callable[[bytes, bytearray, int], list[int]]
-"""Likewise computes packed sequences with a packed multi-head layer of the native library."""
-
-StepPacked: TypeAlias = Callable[[Step, int], torch.Tensor | None]
-"""Computes a decoder's step (`Decoders.step`), which costs this many FLOPs."""
-
 
 class Scattering(Protocol):
     """A device with a ragged kernel for keys that lie anywhere in memory."""
@@ -66,23 +52,8 @@ class Compute(Protocol):
     torch_device: torch.device
     """Where tensors are."""
 
-    attend_packed: AttendPacked | None
-    """None where there is no native kernel."""
-
-    apply_packed: ApplyPacked | None
-    """Likewise."""
-
-    step_packed: StepPacked | None
-    """Likewise."""
-
-    products: Products | None
-    """Compiled products; None where there is no native kernel."""
-
-    passages: Passages | None
-    """Likewise, all that lies between two attentions of a stack."""
-
-    rotations: Rotations | None
-    """Likewise, the angles of rotations."""
+    native: NativeCompute | None
+    """What the native library computes; None where there is none."""
 
     @property
     def scattering(self) -> Scattering | None:

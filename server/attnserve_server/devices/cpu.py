@@ -19,31 +19,21 @@ import torch
 
 from attnserve_server.devices.compute import (
     ALONE_FLOPS,
-    ApplyPacked,
-    AttendPacked,
     Item,
     Result,
     RowFunction,
     Rows,
-    StepPacked,
 )
 from attnserve_server.devices.division import chunks, combined, divided, end_to_end, even_shares
 from attnserve_server.devices.failures import Blame, is_out_of_memory
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.host import cpus
 from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
-from attnserve_server.native.decoders import Decoders, Step
-from attnserve_server.native.library import CALL_BYTES, DESCRIPTION, NAME, Library, Team, Threads
-from attnserve_server.native.messages import Messages
-from attnserve_server.native.multi_head import PIECE, MultiHeads
-from attnserve_server.native.passages import Passages
-from attnserve_server.native.products import Products
-from attnserve_server.native.requests import NativeRequests
-from attnserve_server.native.rotations import Rotations
-from attnserve_server.native.tokens import Tokens
+from attnserve_server.native.library import DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish
 
@@ -78,21 +68,8 @@ class CpuDevice:
         self.inline_flops = inline_flops
         self.launch_bytes = 0
         self.description = cpus.model()
-        self.native = native
         self.instructions = "" if native is None else native.instructions
-        self.attend_packed: AttendPacked | None = None if native is None else partial(self._attend_packed, native)
-        self.apply_packed: ApplyPacked | None = None
-        if native is not None:
-            self.apply_packed = partial(self._apply_packed, MultiHeads(native.instructions))
-        self.step_packed: StepPacked | None = None
-        if native is not None:
-            self.step_packed = partial(self._step_packed, Decoders(native.instructions))
-        self.products = None if native is None else Products(native.instructions, self._threads_for)
-        self.passages = None if native is None else Passages(native.instructions, self._threads_for)
-        self.rotations = None if native is None else Rotations()
-        self.tokens = None if native is None else Tokens()
-        self.messages = None if native is None else Messages(native, self._threads_for)
-        self._native_requests = None if native is None else NativeRequests(native)
+        self.native = None if native is None else NativeCompute(native, self._threads_for, self._count)
         self._stager = Stager(self.allocate, self.upload, looks=True)
         self._kernel_calls: Counter[str] = Counter()
         self._counting = Lock()
@@ -106,13 +83,13 @@ class CpuDevice:
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch."""
-        if self._native_requests is None:
+        if self.native is None:
             return self._run_on_tensors(requests)
         if requests[0].unfinished is not None:
             return self._finish(requests)
         begin = perf_counter()
         effort = sum(request.effort for request in requests)
-        found, broken = self._native_requests.run(requests, self._threads_for(effort))
+        found, broken = self.native.requests.run(requests, self._threads_for(effort))
         again = {place: requests[place].but_for(sequences, found[place]) for place, sequences in broken.items()}
         compute = perf_counter() - begin
         done = [result for result in found if result is not None]
@@ -191,7 +168,7 @@ class CpuDevice:
         native = list(itertools.compress(calls, ours))
         if self.native is None or not native:
             return self.attend_tensors(calls, flops)
-        found = iter(attend_all(self.native, native, self._threads_for(flops)))
+        found = iter(attend_all(self.native.library, native, self._threads_for(flops)))
         self._count(NAME, len(native))
         if len(native) == len(calls):
             return list(found)
@@ -199,23 +176,6 @@ class CpuDevice:
             self.attend_tensors([call for call, is_ours in zip(calls, ours, strict=True) if not is_ours], flops)
         )
         return [next(found if is_ours else others) for is_ours in ours]
-
-    def _attend_packed(self, native: Library, calls: bytearray, flops: int) -> list[int]:
-        """Computes packed calls with the library, on all threads if they cost enough."""
-        self._count(NAME, len(calls) // CALL_BYTES)
-        return native.attend(calls, self._threads_for(flops))
-
-    def _apply_packed(self, layers: MultiHeads, layer: bytes, pieces: bytearray, flops: int) -> list[int]:
-        """Computes packed sequences with the library, on all threads if they cost enough."""
-        self._count(NAME, len(pieces) // PIECE.size)
-        return layers.apply(layer, pieces, self._threads_for(flops))
-
-    def _step_packed(self, decoders: Decoders, step: Step, flops: int) -> torch.Tensor | None:
-        """Computes a decoder's step with the library, on all threads if it costs enough."""
-        found = decoders.step(step, self._threads_for(flops))
-        if found is not None:
-            self._count(NAME, len(step.calls) // CALL_BYTES)
-        return found
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls by the kernels on torch tensors, on all threads if they cost enough."""
@@ -307,7 +267,7 @@ class CpuDevice:
 
     def kernels(self) -> list[tuple[str, str]]:
         """The kernels for a CPU."""
-        native = [] if self.native is None else [(NAME, f"{DESCRIPTION}; by {self.native.instructions}")]
+        native = [] if self.native is None else [(NAME, f"{DESCRIPTION}; by {self.instructions}")]
         of_calls = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cpu", "any")]
         return [*native, (CPU_PAGES, CPU_PAGES_DESCRIPTION), *of_calls]
 

@@ -23,16 +23,14 @@ from numpy.typing import NDArray
 
 from attnserve_server.devices.batch import launch_batch, mend, run_batch
 from attnserve_server.devices.compute import (
-    ApplyPacked,
-    AttendPacked,
     Item,
     Result,
     RowFunction,
     Rows,
     Scattering,
-    StepPacked,
 )
 from attnserve_server.devices.failures import Blame, is_out_of_memory
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers
 from attnserve_server.devices.warm import load_kernels, load_scattered, warm_requests
 from attnserve_server.kernels import (
@@ -46,11 +44,6 @@ from attnserve_server.kernels import (
     math,
     varlen_cuda,
 )
-from attnserve_server.native.messages import Messages
-from attnserve_server.native.passages import Passages
-from attnserve_server.native.products import Products
-from attnserve_server.native.rotations import Rotations
-from attnserve_server.native.tokens import Tokens
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish
 
@@ -84,14 +77,7 @@ class CudaDevice:
     depth = 2
     """One batch computes while another is staged."""
 
-    attend_packed: AttendPacked | None = None
-    apply_packed: ApplyPacked | None = None
-    messages: Messages | None = None
-    products: Products | None = None
-    passages: Passages | None = None
-    rotations: Rotations | None = None
-    step_packed: StepPacked | None = None
-    tokens: Tokens | None = None
+    native: NativeCompute | None = None
 
     def __init__(self, index: int) -> None:
         # float32 means float32: TF32 has 10 bits of mantissa.

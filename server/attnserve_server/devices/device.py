@@ -18,9 +18,6 @@ from attnserve_server.requests.work import BatchResult, Finish
 if TYPE_CHECKING:
     import torch
 
-    from attnserve_server.native.messages import Messages
-    from attnserve_server.native.tokens import Tokens
-
 logger = logging.getLogger(__name__)
 
 LEAST_CAPABILITY: Final = (8, 0)
@@ -55,12 +52,6 @@ class Device(Compute, Protocol):
     compute, more where one batch can be staged while another computes. All calls for a batch are made on its thread,
     but for those that launch it.
     """
-
-    messages: Messages | None
-    """Computes whole messages of little work on the caller's thread; None if the device cannot."""
-
-    tokens: Tokens | None
-    """Appends single tokens to pages of caches; None if the device cannot."""
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""

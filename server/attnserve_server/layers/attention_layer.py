@@ -19,6 +19,7 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.learned_score import LearnedScoreHead
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.options import LayerOptions
+from attnserve_server.layers.product import products_of
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention, LayerSpecification, LearnedScore
 
@@ -43,7 +44,7 @@ class AttentionLayer:
             self._attention = MultiHead(architecture, parameters, "", self._dtype, compute, own=False)
             self._direct = self._attention.direct()
         else:
-            self._attention = LearnedScoreHead(architecture, parameters, compute.products)
+            self._attention = LearnedScoreHead(architecture, parameters, products_of(compute))
             self._direct = None
 
     def check(self, request: LayerInput) -> None:

@@ -14,6 +14,7 @@ from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.feed_forward import FeedForwardRows
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.norms import NormRows, build_norm
+from attnserve_server.layers.product import products_of
 from attnserve_server.layers.specification import Block
 
 
@@ -89,7 +90,7 @@ def build_steps(
     attentions = [("self", block.self_attention)]
     if block.cross_attention is not None:
         attentions.append(("cross", block.cross_attention))
-    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.", compute.products)
+    feed_forward = FeedForwardRows(block.feed_forward, parameters, f"{prefix}feed_forward.", products_of(compute))
     return [
         Step(
             attention=MultiHead(attention, parameters, f"{prefix}{part}.", dtype, compute, own=part == "self"),

@@ -17,7 +17,8 @@ from attnserve_server.caches.paged import Own, PagedCall, PagedShape, keys_of, p
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.devices.compute import Compute, StepPacked
+from attnserve_server.devices.compute import Compute
+from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.multi_head import MultiHead
 from attnserve_server.layers.passage import Passage, packed_passages
@@ -40,10 +41,15 @@ class DecoderSteps:
     """Steps of one decoder."""
 
     def __init__(
-        self, step: StepPacked, decoder: Decoder, attention: MultiHead, window: tuple[int, int], dtype: torch.dtype
+        self,
+        compute: NativeCompute,
+        decoder: Decoder,
+        attention: MultiHead,
+        window: tuple[int, int],
+        dtype: torch.dtype,
     ) -> None:
         """`attention` is that of any block: they differ in their weights only."""
-        self._step, self._decoder, self._attention = step, decoder, attention
+        self._compute, self._decoder, self._attention = compute, decoder, attention
         self._window, self._dtype = window, dtype
         self._shape = lru_cache(REMEMBERED_SHAPES)(self._shape_of)
         projection, _ = attention.entrance(crossed=False)
@@ -62,7 +68,7 @@ class DecoderSteps:
     ) -> DecoderSteps | None:
         """Those of a stack with these passages and self-attentions; None if the library does not compute them."""
         packed = packed_passages(passages)
-        if compute.step_packed is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
+        if compute.native is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
             return None
         scoring = attentions[0].scoring
         there = computes(
@@ -76,7 +82,7 @@ class DecoderSteps:
         )
         if not there:
             return None
-        return DecoderSteps(compute.step_packed, Decoder(packed), attentions[0], window, dtype)
+        return DecoderSteps(compute.native, Decoder(packed), attentions[0], window, dtype)
 
     def takes(self, request: LayerInput, residents: Sequence[Resident]) -> bool:
         """Whether the library steps the sequences of a request: by few rows each, without masks, over caches that store
@@ -104,7 +110,7 @@ class DecoderSteps:
         effort += self._decoder.effort(len(rows), self._dtype.itemsize)
         page, output = pool.memory.packed_layout(sequences[0][2].shape), None
         try:
-            output = self._step(Step(self._decoder, page, rows, rotations, tokens, calls), effort)
+            output = self._compute.step(Step(self._decoder, page, rows, rotations, tokens, calls), effort)
         finally:
             if output is None:
                 for number, _ in slots:

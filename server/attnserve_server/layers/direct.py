@@ -200,6 +200,6 @@ def apply(compute: Compute, requests: Sequence[Received]) -> tuple[list[RequestR
             pieces += own.tobytes()
             owners += [place] * len(own)
         results.append(RequestResult(memory, None, None))
-    assert compute.apply_packed is not None
-    broken = compute.apply_packed(requests[0].plan.layer, pieces, sum(request.flops for request in requests))
+    assert compute.native is not None
+    broken = compute.native.apply(requests[0].plan.layer, pieces, sum(request.flops for request in requests))
     return results, {owners[piece] for piece in broken}

@@ -15,7 +15,7 @@ from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.direct import Direct, Weights, direct_of
 from attnserve_server.layers.positions import Rotation
-from attnserve_server.layers.product import NativeProduct, divides, is_native
+from attnserve_server.layers.product import NativeProduct, divides, is_native, products_of
 from attnserve_server.layers.projection import Linear, Projection
 from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import Attention
@@ -44,7 +44,7 @@ class MultiHead:
         own: bool,
     ) -> None:
         self._specification = specification
-        products = compute.products
+        products = products_of(compute)
         maps = [
             (parameters.pop(f"{prefix}{name}.weight"), parameters.pop(f"{prefix}{name}.bias", None))
             for name in ("query", "key", "value")

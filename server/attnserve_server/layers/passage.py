@@ -42,8 +42,8 @@ def passages_of(
 ) -> list[Passage]:
     """The passages of a stack, one more than it has steps."""
     edges = list(zip([None, *steps], [*steps, None], strict=True))
-    if compute.passages is not None:
-        of_library = [_native(compute.passages, left, right, final_norm, width, dtype) for left, right in edges]
+    if compute.native is not None:
+        of_library = [_native(compute.native.passages, left, right, final_norm, width, dtype) for left, right in edges]
         found = [each for each in of_library if each is not None]
         if len(found) == len(edges):
             return list(found)

@@ -36,7 +36,8 @@ class Rotation:
         self._rotary = rotary
         self._dtype = accumulation_dtype(dtype)
         self._frequencies = frequencies(rotary.base, rotary.width, compute.torch_device)
-        self._rotations = compute.rotations if self._dtype == torch.float32 else None
+        native = compute.native if self._dtype == torch.float32 else None
+        self._rotations = None if native is None else native.rotations
         self.elementwise = () if self._rotations is not None else (rotary.width,)
         """The widths of rows of elementwise functions by torch."""
 

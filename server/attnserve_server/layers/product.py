@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import torch
 from torch.nn.functional import linear
 
-from attnserve_server.devices.compute import MAX_ROWS, ROWS
+from attnserve_server.devices.compute import MAX_ROWS, ROWS, Compute
 from attnserve_server.host.cpus import has_amx, is_amd
 from attnserve_server.native.dtypes import DTYPES
 from attnserve_server.native.products import PackedWeight, Products
@@ -41,6 +41,11 @@ class Product(Protocol):
 
 GENERATION_FLOPS: Final = 200_000_000
 """Code for costlier products is generated at first use: that takes no longer than the product, about a millisecond."""
+
+
+def products_of(compute: Compute) -> Products | None:
+    """The native library's products on a device; None where there is none."""
+    return None if compute.native is None else compute.native.products
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:

@@ -23,7 +23,7 @@ from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.passage import packed_passages, passages_of
-from attnserve_server.layers.product import is_native
+from attnserve_server.layers.product import is_native, products_of
 from attnserve_server.layers.resident import ResidentAttention, Residents
 from attnserve_server.layers.rows import Batch, multiple_of
 from attnserve_server.layers.specification import LayerSpecification, Transformer
@@ -57,7 +57,7 @@ class TransformerLayer:
         attentions = [step.attention for step in self._steps if not step.crossed]
         window = architecture.block.self_attention.window
         self._decoder = DecoderSteps.of(self._passages, attentions, window, self._dtype, compute)
-        self._parallel = is_native(self._dtype, compute.products)
+        self._parallel = is_native(self._dtype, products_of(compute))
         # What torch computes element by element: the library leaves embeddings to it.
         widths = set() if packed_passages(self._passages) else {width, architecture.block.feed_forward.hidden}
         if architecture.embedding is not None:

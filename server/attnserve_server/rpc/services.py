@@ -150,13 +150,14 @@ def _messages_due(config: Config) -> MessagesDue:
 
 def _fast_path(config: Config, parts: Parts) -> FastPath | None:
     """What answers messages as a whole, if the device can and may compute on the event loop."""
-    if parts.device.messages is None or not config.inline_flops:
+    native = parts.device.native
+    if native is None or not config.inline_flops:
         return None
     return FastPath(
         parts.engine,
         parts.metrics,
-        parts.device.messages,
+        native.messages,
         min(config.max_message_calls, config.max_batch_requests),
         config.max_message_bytes,
-        CacheFastPath(parts.caches, parts.device.messages, parts.limits),
+        CacheFastPath(parts.caches, native.messages, parts.limits),
     )
