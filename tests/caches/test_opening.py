@@ -65,7 +65,7 @@ class Gpu(SimpleNamespace):
 
     name = "cuda:0"
     torch_device = torch.device("meta")
-    tokens = None
+    native = None
 
     def memory(self) -> dict[str, int]:
         return {"allocated": 0, "reserved": GIB, "free": 6 * GIB}
