@@ -67,6 +67,7 @@ class AsyncClient:
         self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     async def attend(
         self,
         query: ArrayOf[KindT],
@@ -84,6 +85,7 @@ class AsyncClient:
         arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     def submit(
         self,
         query: ArrayOf[KindT],
@@ -107,6 +109,7 @@ class AsyncClient:
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
+    @arguments.takes_options(ApplyOptions, encode_apply)
     async def apply(
         self,
         layer: str,
@@ -123,6 +126,7 @@ class AsyncClient:
         arguments.check_options("apply", options, ApplyOptions, "caches", "cache")
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
+    @arguments.takes_options(ApplyOptions, encode_apply)
     def submit_apply(
         self,
         layer: str,

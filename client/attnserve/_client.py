@@ -45,7 +45,7 @@ class Client:
     It connects when it is first used, reconnects by itself, and may be shared by any number of threads, but not by
     processes: after a fork, a client that was used before raises `ClientClosedError` in the child, and calls that were
     in flight never complete there. Spawn processes instead, or make a client in each; gRPC itself may end the child of
-    a process that is forked with calls in flight.
+    a process that is forked with calls in flight, or after an `AsyncClient` was used in it, however idle that is.
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
@@ -80,7 +80,8 @@ class Client:
           timeout of their own; None for no limit. Everything else that a client asks has its own, by default 60 s, and
           600 s where layers are loaded.
         - `retries`: how often a call is sent again when the server goes away. With 0 none waits for room either.
-        - `streams`: over how many streams the calls to a server are spread. One is enough.
+        - `streams`: over how many streams the calls to a server are spread. One is enough, unless small calls wait
+          behind calls of tens of megabytes: then 2 to 4.
         - `options`: gRPC channel options, which override the SDK's own.
         - `tls`: a `TLS`, for a server that uses it. Default: plaintext.
         - `token`: the bearer token that identifies the caller, or a `Token` that names its file. Default: none.
@@ -91,6 +92,7 @@ class Client:
         self._settings = Settings(address, transport, timeout, retries, streams, options, tls, as_token(token), refresh)
         self._calls = Calls(self._settings, tracing_of(tracing, self._settings.target.name))
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     def attend(
         self,
         query: ArrayOf[KindT],
@@ -116,9 +118,9 @@ class Client:
         - `causal`: query i attends key j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
           ``"bottom_right"``: it is ``kv_length - Lq`` with each sequence's own lengths, so that its last query is
           aligned with the last of its keys that count. Default False.
-        - `query_offset`: the offset, an integer or ``[B]``; may be negative: query i is at position ``offset + i`` for
-          `causal`, `window` and `alibi_slopes`. Default: as `causal` says; without it 0, or as for ``"bottom_right"``
-          with `caches`.
+        - `query_offset`: the offset, an integer or ``[B]``, from -2**40 to 2**40: query i is at position ``offset + i``
+          for `causal`, `window` and `alibi_slopes`. Default: as `causal` says; without it 0, or with `caches` as for
+          ``"bottom_right"``.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
         - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
           in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
@@ -159,6 +161,7 @@ class Client:
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     def submit(
         self,
         query: ArrayOf[KindT],
@@ -185,6 +188,7 @@ class Client:
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
+    @arguments.takes_options(ApplyOptions, encode_apply)
     def apply(
         self,
         layer: str,
@@ -240,6 +244,7 @@ class Client:
         timeout = self._settings.timeout
         return self._calls.perform(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
+    @arguments.takes_options(ApplyOptions, encode_apply)
     def submit_apply(
         self,
         layer: str,

@@ -252,18 +252,34 @@ def _error(status: Status) -> AttnServeError:
                 details.append(detail)
     message = status.message or code.name
     error_class = _CLASSES.get(code, ServerError)
-    if error_class is OverloadedError and not status.details:
-        # A service that is full says when to come back. gRPC itself has one reason: a message is longer than allowed.
-        limit = "max_message_bytes"
-        return InvalidRequestError(
-            f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
-        )
+    if error_class is OverloadedError and not status.details and (too_long := _too_long(message, code)) is not None:
+        return too_long  # a service that is full gives details; gRPC itself has this reason, and proxies have others
     if code is grpc.StatusCode.UNIMPLEMENTED and not status.details:
         # No service that has the method says so: it is gRPC itself, where nothing has that name.
         message = f"what answers there is no attnserve server, or an older one ({message})"
     if error_class is InvalidRequestError:
         return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
     return error_class(message, code=code, details=tuple(details))
+
+
+def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None:
+    """The error of a message that is longer than allowed by the server, or by the client's own channel options; None if
+    that is not the reason.
+    """
+    if "larger than max" not in message:
+        return None
+    if message.startswith("CLIENT: Received"):
+        return InvalidRequestError(
+            f"the reply is longer than this client takes (grpc.max_receive_message_length): {message}", code=code
+        )
+    if message.startswith("CLIENT: Sent"):
+        return InvalidRequestError(
+            f"the message is longer than this client sends (grpc.max_send_message_length): {message}", code=code
+        )
+    limit = "max_message_bytes"
+    return InvalidRequestError(
+        f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
+    )
 
 
 def _field(details: list[Message]) -> str | None:

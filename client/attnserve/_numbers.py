@@ -13,6 +13,10 @@ converted, or a flag in the place of a number, which Python takes for 0 or 1.
 """
 
 
+MOST_SHOWN: Final = 100
+"""How many characters of what was found an error shows."""
+
+
 def real(value: Any) -> float:
     """A number of any type, as a float. TypeError for text and for True and False; TypeError or ValueError for anything
     else.
@@ -27,6 +31,12 @@ def whole(value: Any) -> int:
     if type(value) is int:
         return value
     return operator.index(_number(value))
+
+
+def shown(value: Any) -> str:
+    """What was found in the place of a number, in words that are not too long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pydoc
 import re
 from dataclasses import fields
@@ -11,7 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attnserve import AdditiveScore, AsyncClient, AttendOptions, Client, GeneralScore, InvalidRequestError
+from attnserve import (
+    AdditiveScore,
+    AsyncClient,
+    AttendOptions,
+    Cache,
+    CacheInfo,
+    Client,
+    GeneralScore,
+    InvalidRequestError,
+)
+from attnserve._requests.apply import ApplyOptions, encode_apply
 from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 
@@ -238,3 +249,38 @@ async def test_an_option_that_there_is_not_is_said_to_be_none_of_the_methods(
         async with AsyncClient() as in_tasks:
             with pytest.raises(TypeError, match=expected):
                 await getattr(in_tasks, method)(*given, **caches, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("method", "encode"),
+    [
+        (Client.attend, encode_attend),
+        (AsyncClient.submit, encode_attend),
+        (Cache.attend, encode_attend),
+        (Client.apply, encode_apply),
+        (AsyncClient.submit_apply, encode_apply),
+    ],
+)
+def test_methods_list_their_options(method: Any, encode: Any) -> None:
+    """For `help`, and for what completes names."""
+    listed, encoded = (inspect.signature(each).parameters for each in (method, encode))
+    options = (AttendOptions if encode is encode_attend else ApplyOptions).__optional_keys__
+    assert options <= listed.keys()
+    assert all(listed[name] == encoded[name] for name in options)
+    assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in listed.values())
+
+
+def test_numbers_that_are_wrong_are_shown_shortly() -> None:
+    with Client() as client:
+        for field, value in (("scale", 10**400), ("timeout", 10**400), ("timeout", float("inf")), ("causal", 1.0)):
+            with pytest.raises(InvalidRequestError, match=f"^{field}: expected") as caught:
+                client.attend(QUERY, QUERY, QUERY, **{field: value})
+            assert len(str(caught.value)) < 250
+
+
+def test_a_cache_has_a_layer_of_its_own() -> None:
+    for wrong, hint in (("cache_layer", "'layer' is one"), ("caches", "this cache is the one")):
+        with Client() as client:
+            cache = Cache(client, CacheInfo("name", 2, 4, 4, 1, "float32", (0,), 0, 0, None, None))
+            with pytest.raises(TypeError, match=f"{wrong!r}; {hint}"):
+                cache.attend(QUERY, **{wrong: 0})

@@ -130,12 +130,14 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     for padding in (10, 3000, 20, 20, 900, 7000, 30, 800):
         multiplexer.add(call(padding, padding=padding), 0.0)
     answered, failed = [], []
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "SERVER: Received message larger than max"
     while len(multiplexer):
         stream = multiplexer.opened(0.0)
         while (pieces := multiplexer.next_message(stream, 0.0)) is not None:
             data = b"".join(pieces)
             if len(data) > limit:
-                outcomes = multiplexer.broken(stream, status(grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
+                outcomes = multiplexer.broken(stream, too_long, 0.0)
                 assert all(isinstance(error, InvalidRequestError) for _, error in outcomes)
                 failed += [c.owner for c, _ in outcomes]
                 break

@@ -90,6 +90,26 @@ def test_a_message_that_grpc_refuses_is_too_long() -> None:
     assert "(max_message_bytes): larger than max" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("CLIENT: Received message larger than max (9 vs. 5)", "the reply is longer than this client takes"),
+        ("CLIENT: Sent message larger than max (9 vs. 5)", "the message is longer than this client sends"),
+    ],
+)
+def test_what_the_channel_itself_refuses_is_not_the_servers_limit(message: str, said: str) -> None:
+    error = error_from_status(Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message=message))
+    assert isinstance(error, attnserve.InvalidRequestError)
+    assert error.limit is None
+    assert said in str(error)
+
+
+def test_what_a_proxy_refuses_is_no_mistake_of_the_caller() -> None:
+    error = error_from_status(Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many requests"))
+    assert isinstance(error, attnserve.OverloadedError)
+    assert error.retry_delay is None
+
+
 def test_a_method_that_grpc_does_not_know_is_of_no_attnserve_server() -> None:
     """As above; the code with details, which no server of today gives, would be told in the server's own words."""
     unknown = error_from_status(Status(code=grpc.StatusCode.UNIMPLEMENTED.value[0], message="Method not found!"))

@@ -129,6 +129,28 @@ def test_what_a_unary_call_calls_back_may_wait_for_another_call() -> None:
         assert [future.result(0).output[0, 0] for future in futures] == [2, 3]
 
 
+def test_what_a_call_on_a_stream_calls_back_cannot_wait_for_another_call() -> None:
+    """It would hold up the reply that it waits for. That of another client it does not."""
+    patient, answers = Patient(), SimpleQueue[Any]()
+    with peer(patient.stream) as address, Client(address, timeout=None) as client, Client(address) as other:
+
+        def wait(future: Future[Any]) -> None:
+            try:
+                answers.put(other.attend(*[array(4)] * 3).output[0, 0])
+                answers.put(future.result().output[0, 0])
+                client.attend(*[array(5)] * 3)
+            except Exception as error:
+                answers.put(error)
+
+        client.submit(*[array(3)] * 3).add_done_callback(wait)
+        patient.told.set()
+        assert [answers.get(timeout=PATIENCE_S) for _ in range(2)] == [4, 3]
+        error = answers.get(timeout=PATIENCE_S)
+        assert isinstance(error, RuntimeError)
+        assert "wait in another thread" in str(error)
+        assert client.attend(*[array(6)] * 3).output[0, 0] == 6, "its replies still come"
+
+
 def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     start, patient, called = threading.Thread.start, Patient(), SimpleQueue[str]()
 

@@ -115,4 +115,4 @@ def no_array(client: Client) -> None:
 
 @pytest.mark.parametrize("method", [Client.attend, Client.submit_apply, AsyncClient.attend, Cache.attend])
 def test_annotations_can_be_read_while_running(method: Any) -> None:
-    assert typing.get_type_hints(method).keys() - {"return"} <= inspect.signature(method).parameters.keys()
+    assert typing.get_type_hints(method).keys() - {"return", "options"} <= inspect.signature(method).parameters.keys()

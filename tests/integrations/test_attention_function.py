@@ -97,7 +97,7 @@ def test_two_names_are_two_clients(client: Client) -> None:
 
 
 def test_a_client_that_does_not_wait_is_refused() -> None:
-    with pytest.raises(TypeError, match="found an AsyncClient"):
+    with pytest.raises(TypeError, match="found AsyncClient"):
         register(AsyncClient("127.0.0.1:1"), "asyncio")  # type: ignore[arg-type]
     assert "asyncio" not in transformers.AttentionInterface()
 

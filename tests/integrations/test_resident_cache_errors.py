@@ -83,8 +83,24 @@ def test_layers_with_other_states_are_refused(client: Client) -> None:
 
 async def test_an_asyncio_client_is_refused() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match="expected a Client, found an AsyncClient"):
+        with pytest.raises(TypeError, match="expected a Client, found AsyncClient"):
             ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES))  # type: ignore[arg-type]
+
+
+def test_what_is_no_client_or_no_config_is_refused(client: Client) -> None:
+    config = transformers.LlamaConfig(**LLAMA_SIZES)
+    with pytest.raises(TypeError, match="client: expected a Client, found str"):
+        ResidentCache("127.0.0.1:8001", config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="client: expected a Client, found NoneType"):
+        register(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config: expected that of a model, found NoneType"):
+        ResidentCache(client, None)  # type: ignore[arg-type]
+
+
+def test_a_config_with_fewer_layers_than_the_model_is_refused(client: Client, llama: PreTrainedModel) -> None:
+    fewer = transformers.LlamaConfig(**{**LLAMA_SIZES, "num_hidden_layers": 1})
+    with ResidentCache(client, fewer) as cache, pytest.raises(ValueError, match="which has a layer 1, found 1 layers"):
+        llama(tokens(1, 5), **{CACHE: cache})
 
 
 class Failing(Recorder):

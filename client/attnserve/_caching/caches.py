@@ -16,7 +16,7 @@ from attnserve._caching.plans import CacheState
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
-from attnserve._requests.attend import AttendOptions
+from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult
 from attnserve._rpc import Ask, AskLater
@@ -77,6 +77,7 @@ class Cache(CacheState):
         """
         return self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     def attend(
         self,
         query: ArrayOf[KindT],
@@ -91,6 +92,7 @@ class Cache(CacheState):
         Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append. The
         last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
+        arguments.check_options("attend", options, AttendOptions, "layer")
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
@@ -150,6 +152,7 @@ class AsyncCache(CacheState):
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
         return await self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
 
+    @arguments.takes_options(AttendOptions, encode_attend)
     async def attend(
         self,
         query: ArrayOf[KindT],
@@ -160,6 +163,7 @@ class AsyncCache(CacheState):
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
+        arguments.check_options("attend", options, AttendOptions, "layer")
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:

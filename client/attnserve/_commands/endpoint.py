@@ -38,7 +38,11 @@ class Endpoint:
         secure = tls is not None or url.scheme == "https"
         if url.hostname is None or url.scheme not in ("", "http", "https"):
             raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
-        port, netloc = url.port, url.netloc.rpartition("@")[2].removesuffix(":")
+        try:
+            port = url.port
+        except ValueError:
+            raise ValueError(f"address: expected host:port or http://host:port, found {address!r}") from None
+        netloc = url.netloc.rpartition("@")[2].removesuffix(":")
         if port is None and not url.scheme:
             port, netloc = METRICS_PORT, f"{netloc}:{METRICS_PORT}"
         self._host, self._port, self._timeout = url.hostname, port, timeout

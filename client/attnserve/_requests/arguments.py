@@ -7,7 +7,8 @@ needs no knowledge of attention is checked here. The server is the authority on 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence, Set
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from attnserve._errors import InvalidRequestError
-from attnserve._numbers import real, whole
+from attnserve._numbers import real, shown, whole
 from attnserve._requests import arrays
 from attnserve._requests.arrays import Array
 from attnserve._settings.targets import check_address
@@ -87,6 +88,8 @@ _DROPOUT: Final = "there is no dropout here"
 _WEIGHTS: Final = "return_scores='weights' returns them"
 
 NAMES_ELSEWHERE: Final = {
+    "cache_layer": "'layer' is one",
+    "caches": "this cache is the one that is attended to",
     "attention_mask": _MASK,
     "attn_mask": _MASK,
     "key_padding_mask": _MASK,
@@ -104,6 +107,25 @@ NAMES_ELSEWHERE: Final = {
 """What torch, transformers and others call options, and what is said to whoever uses their names: spelling tells
 little, or misleads.
 """
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def takes_options(options: type[Mapping[str, Any]], encode: Callable[..., Any]) -> Callable[[MethodT], MethodT]:
+    """For a method that hands its `**options` to `encode`: lists them in its signature, with their defaults, for `help`
+    and for tools that complete names.
+    """
+    names: frozenset[str] = options.__optional_keys__  # type: ignore[attr-defined]
+    named = [parameter for name, parameter in inspect.signature(encode).parameters.items() if name in names]
+
+    def listed(method: MethodT) -> MethodT:
+        own = inspect.signature(method)
+        others = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        method.__signature__ = own.replace(parameters=[*others, *named])  # type: ignore[attr-defined]
+        return method
+
+    return listed
 
 
 def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]], *others: str) -> None:
@@ -132,6 +154,8 @@ def check_no_layer(cache_layer: int) -> None:
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
     """The meaning of a keyword, looked up in `choices`."""
     try:
+        if type(value) in (int, float):  # 1 would be found where True is one
+            raise KeyError
         return choices[value]
     except (KeyError, TypeError):
         expected = ", ".join(map(repr, choices))
@@ -143,7 +167,7 @@ def number(field: str, value: Any) -> float:
     try:
         return real(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequestError(f"{field}: expected a number, found {value!r}", field=field) from None
+        raise InvalidRequestError(f"{field}: expected a number, found {shown(value)}", field=field) from None
 
 
 def flag(field: str, value: Any) -> bool:

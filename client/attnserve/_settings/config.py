@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from attnserve._errors import InvalidRequestError
-from attnserve._numbers import real, whole
+from attnserve._numbers import real, shown, whole
 from attnserve._settings.credentials import TLS, Token, is_local
 from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Address, Target, is_looked_up, target_of
@@ -152,7 +152,9 @@ def checked_timeout(timeout: Any) -> float | None:
         return None
     seconds = _seconds(timeout)
     if not (seconds >= 0 and math.isfinite(seconds)):
-        raise InvalidRequestError(f"timeout: expected seconds, 0 or more, or None, found {timeout!r}", field="timeout")
+        raise InvalidRequestError(
+            f"timeout: expected a finite number of seconds, 0 or more, or None, found {shown(timeout)}", field="timeout"
+        )
     return seconds if seconds <= MAX_TIMEOUT else None
 
 

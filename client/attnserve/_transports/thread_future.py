@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from attnserve._tracing import CallSpan
 from attnserve._transports.locks import Held
@@ -33,6 +33,23 @@ class Withdraw(Protocol):
 
 def _withdrawn_already(*, waits: bool) -> bool:
     return False
+
+
+class _Thread(threading.local):
+    """What a thread does for futures."""
+
+    brings_replies = False
+    """Whether it is one on which replies come: none come while it runs callbacks."""
+    calls: object = None
+    """The calls of the client of which it settles a future, if it is."""
+
+
+_thread: Final = _Thread()
+
+
+def bring_replies() -> None:
+    """Says that replies come on this thread."""
+    _thread.brings_replies = True
 
 
 class CallFuture(Future[T], Generic[R, T]):
@@ -74,6 +91,17 @@ class CallFuture(Future[T], Generic[R, T]):
         if withdraw(waits=waits):
             self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
 
+    def result(self, timeout: float | None = None) -> T:
+        """The result, or the error instead, once it is there. RuntimeError if a callback of another call of the client
+        would wait for it: what runs the callback is what brings the replies.
+        """
+        if _thread.calls is not None and _thread.calls is self.calls and timeout != 0 and not self.done():
+            raise RuntimeError(
+                "a callback of a client's future cannot wait for another call of that client, whose reply it holds up: "
+                "wait in another thread"
+            )
+        return super().result(timeout)
+
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Calls a function with the future when it is done."""
         with self._calling:
@@ -90,6 +118,16 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
+        if not _thread.brings_replies:
+            self._settle(outcome)
+            return
+        _thread.calls = self.calls
+        try:
+            self._settle(outcome)
+        finally:
+            _thread.calls = None
+
+    def _settle(self, outcome: R | Exception) -> None:
         self.calls = None
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if not self.set_running_or_notify_cancel():

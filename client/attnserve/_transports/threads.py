@@ -38,7 +38,7 @@ from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
 from attnserve._transports.multiplexer import Multiplexer
-from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.thread_future import CallFuture, bring_replies
 
 _PROMPT_BYTES: Final = 1 << 20
 """Up to this size, a message's results are made in gRPC's thread; larger ones would keep that from its work."""
@@ -215,6 +215,7 @@ class StreamTransport:
         """Takes replies until the stream ends, then handles its end. Does nothing if the stream was not opened."""
         if (rpc := opened.get()) is None:
             return
+        bring_replies()
         status = Status()
         try:
             for arrived in rpc:

@@ -61,6 +61,12 @@ class _States(NamedTuple):
     value: torch.Tensor
 
 
+def check_client(client: object) -> None:
+    """Raises TypeError for what computes no attention, or none that models wait for."""
+    if isinstance(client, AsyncClient) or not hasattr(client, "attend"):
+        raise TypeError(f"client: expected a Client, found {type(client).__name__}")
+
+
 class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of a `ResidentCache`: what transformers calls, and the tokens that are not yet sent."""
 
@@ -213,13 +219,24 @@ class ResidentCache(DynamicCache):
     def __init__(
         self, client: Client, config: PreTrainedConfig, *, dtype: Any = None, ttl: float | None = 600.0
     ) -> None:
-        if isinstance(client, AsyncClient):
-            raise TypeError("client: expected a Client, found an AsyncClient")
+        check_client(client)
+        if not hasattr(config, "to_dict"):
+            raise TypeError(f"config: expected that of a model, found {type(config).__name__}")
         count = _count_layers(config)
         self._sequences = Sequences(client, count, ttl)
         self._layers = [ResidentLayer(self._sequences, index, dtype) for index in range(count)]
         # Not that of a DynamicCache, whose layers are others; it is one because transformers' pairs do more with them.
         ModelCache.__init__(self, layers=list(self._layers))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[ResidentStates, ResidentStates]:
+        """Takes the keys and values of a layer, and returns what stands for all."""
+        if layer_idx >= len(self._layers):
+            raise ValueError(
+                f"config: expected that of the model, which has a layer {layer_idx}, found {len(self._layers)} layers"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def truncate(self, length: int) -> None:
         """Cuts all layers off at a length. Layers that are shorter stay as they are."""

@@ -39,9 +39,9 @@ except ImportError as error:
         f"the integration needs torch and transformers: pip install 'attnserve[transformers]' ({error})"
     ) from error
 
-from attnserve import AsyncClient, AttentionResult
+from attnserve import AttentionResult
 from attnserve.integrations._mask_pattern import MaskPattern, recognise
-from attnserve.integrations._resident_cache import ResidentCache, ResidentLayer, ResidentStates
+from attnserve.integrations._resident_cache import ResidentCache, ResidentLayer, ResidentStates, check_client
 
 __all__ = ["ResidentCache", "forward_mask", "register"]
 
@@ -69,10 +69,9 @@ def register(client: Client, name: str = "attnserve") -> None:
     A model with this implementation raises `RuntimeError` if gradients are recorded (the service is for inference: use
     `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
     `NotImplementedError` for continuous batching and for sinks that differ by query, and otherwise the errors of
-    `Client.attend`. TypeError for an `AsyncClient`: models wait for their attention.
+    `Client.attend`. TypeError for what is no client, and for an `AsyncClient`: models wait for their attention.
     """
-    if isinstance(client, AsyncClient):
-        raise TypeError("client: expected a Client, found an AsyncClient")
+    check_client(client)
 
     def attention(
         module: torch.nn.Module,

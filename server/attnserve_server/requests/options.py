@@ -62,5 +62,5 @@ def priority_of(message: Message) -> int:
 def check_offset(index: int, offset: int) -> int:
     """The offset, if it is in range. Raises InvalidRequest if not."""
     if not -MAX_POSITION <= offset <= MAX_POSITION:
-        raise InvalidRequest(f"query_offset[{index}]", f"at most {MAX_POSITION} from 0", offset)
+        raise InvalidRequest(f"query_offset[{index}]", "from -2**40 to 2**40", offset)
     return offset

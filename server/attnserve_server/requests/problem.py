@@ -267,7 +267,7 @@ def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: Key
     if message.HasField("query_lengths") and not packed:
         raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
     if message.HasField("query_offset"):
-        tensors["query_offset"] = int_tensor(message, "query_offset", ((axes.batch,), (1,), ()))
+        tensors["query_offset"] = int_tensor(message, "query_offset", tuple(dict.fromkeys(((axes.batch,), (1,), ()))))
     if message.HasField("mask"):
         tensors["mask"] = tensor_at(message, "mask")
         if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
