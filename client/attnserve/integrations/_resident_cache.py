@@ -230,13 +230,13 @@ class ResidentCache(DynamicCache):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[ResidentStates, ResidentStates]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes the keys and values of a layer, and returns what stands for all."""
         if layer_idx >= len(self._layers):
             raise ValueError(
                 f"config: expected that of the model, which has a layer {layer_idx}, found {len(self._layers)} layers"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def truncate(self, length: int) -> None:
         """Cuts all layers off at a length. Layers that are shorter stay as they are."""
