@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from attnserve_server.caches import opening
 from attnserve_server.caches.opening import DEFAULT_CACHE_BYTES, open_caches
 from attnserve_server.devices import open_device
 from attnserve_server.host import control_groups
+from attnserve_server.host.memory import resident_bytes
 from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
@@ -24,6 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 * GIB // 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(control_groups, "memory_limit", lambda: None)
+    monkeypatch.setattr(opening, "resident_bytes", lambda: 0)
 
 
 def pool_bytes(config: Config) -> int:
@@ -38,10 +42,23 @@ def test_a_pool_beyond_the_machine_is_refused(size: int) -> None:
 
 
 def test_a_pool_beyond_the_control_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB + 1000)
-    with pytest.raises(StartError, match=r"^cache_bytes: 1536MiB .* is not available: there is 1GiB$"):
-        pool_bytes(Config(cache_bytes=3 * GIB // 2))
+    """Together with what the process holds already."""
+    monkeypatch.setattr(opening, "resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: GIB + (300 << 20) + 1000)
+    with pytest.raises(StartError, match=r"^cache_bytes: 1025MiB .* is not available: there is 1GiB$"):
+        pool_bytes(Config(cache_bytes=GIB + (1 << 20)))
     assert pool_bytes(Config(cache_bytes=GIB)) == GIB
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: 200 << 20)
+    with pytest.raises(StartError, match=r"there is 0$"):
+        pool_bytes(Config(cache_bytes=1 << 20))
+
+
+def test_what_the_process_holds_is_known(tmp_path: Path) -> None:
+    held = resident_bytes()
+    assert held > 20 << 20, "this one has torch"
+    more = bytearray(b"1" * (32 << 20))
+    assert resident_bytes() > held + len(more) // 2
+    assert resident_bytes(tmp_path / "missing") == 0
 
 
 @pytest.mark.parametrize(
@@ -52,6 +69,12 @@ def test_the_default_is_a_quarter_of_the_memory_at_most(
 ) -> None:
     monkeypatch.setattr(control_groups, "memory_limit", lambda: limit)
     assert pool_bytes(Config()) == expected
+
+
+def test_the_default_is_half_of_what_is_left_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "memory_limit", lambda: 300 << 20)
+    monkeypatch.setattr(opening, "resident_bytes", lambda: 260 << 20)
+    assert pool_bytes(Config()) == 20 << 20
 
 
 def test_the_default_holds_one_page_at_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ published by cert-manager, KEDA and the Prometheus operator.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -191,6 +193,15 @@ def test_the_order_of_components_does_not_matter() -> None:
 def test_a_wrong_order_of_components_is_refused() -> None:
     with pytest.raises(AssertionError, match="readinessProbe/grpc"):
         combine("tls", "monitoring")
+
+
+def test_a_gpu_for_an_image_that_was_chosen_before_is_refused(tmp_path: Path) -> None:
+    """It would be the one for CPUs."""
+    relative = os.path.relpath(DEPLOY, tmp_path.resolve())
+    kustomization = {"resources": [f"{relative}/overlays/layers"], "components": [f"{relative}/components/gpu"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    with pytest.raises(AssertionError, match="containers/0/image"):
+        render(tmp_path)
 
 
 def _by_identity(rendered: Rendered) -> dict[tuple[str, str, str], Manifest]:

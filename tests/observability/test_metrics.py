@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from stores import append
 
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
@@ -210,6 +211,23 @@ def test_what_callers_have_in_flight_is_read_by_their_names(metrics: Metrics) ->
     assert len(found) == MAX_CALLERS + 2
     assert (found["anonymous"], found["caller-2"], found["caller-3"]) == (0, 3, 0)
     assert found["other"] == sum(range(MAX_CALLERS + 1, MAX_CALLERS + 6))
+
+
+def test_what_the_caches_of_callers_hold_is_read_by_their_names(metrics: Metrics) -> None:
+    """When their leases have ended, nothing."""
+    store = CacheStore(100 * 4096, 4096, 10)
+    now = 0.0
+    metrics.watch_caches(store, lambda: now)
+    shape = CacheShape(1, 16, 16, 1, "float32")
+    for owner, pages in (("search", 3), ("search", 1), ("idle", 0), (None, 2)):
+        cache = store.create(shape, 10.0, now, owner)
+        if pages:
+            append(store, cache, pages * 32)
+        metrics.usage.of(owner)
+    assert value(metrics, "attnserve_caller_cache_bytes", caller="search") == 4 * 4096
+    assert value(metrics, "attnserve_caller_cache_bytes", caller="idle") == 0
+    now = 11.0
+    assert value(metrics, "attnserve_caller_cache_bytes", caller="search") == 0
 
 
 def test_callers_beyond_a_bound_are_one(metrics: Metrics) -> None:

@@ -15,6 +15,7 @@ from attnserve_server.devices import Device
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.host import control_groups
 from attnserve_server.host.cpus import CACHE_LINE
+from attnserve_server.host.memory import resident_bytes
 from attnserve_server.settings import units
 from attnserve_server.settings.config import LEAST_PAGE_BYTES, Config
 from attnserve_server.start_errors import ConfigError, StartError
@@ -41,8 +42,8 @@ def open_caches(config: Config, device: Device) -> Host:
         expected = f"at most cache_bytes, by default {size} here"
         raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))
     # Memory that is not there may be granted all the same, and the process be killed when it writes to it.
-    if memory is not None and pool_bytes > memory:
-        there = units.format_size(memory >> 20 << 20)
+    if memory is not None and pool_bytes > (left := max(0, memory - resident_bytes())):
+        there = units.format_size(left >> 20 << 20)
         raise StartError(f"cache_bytes: {size} of memory is not available: there is {there}")
     try:
         return Host(
@@ -73,4 +74,6 @@ def _default_page_bytes(device: Device, pool_bytes: int) -> int:
 
 
 def _default_bytes(device: Device, memory: int | None) -> int:
-    return device.memory()["free"] // 2 if memory is None else min(DEFAULT_CACHE_BYTES, memory // 4)
+    if memory is None:
+        return device.memory()["free"] // 2
+    return min(DEFAULT_CACHE_BYTES, memory // 4, max(0, memory - resident_bytes()) // 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 from attnserve_server.caches.cache import Cache
@@ -71,6 +71,14 @@ class Register:
         """The caches of an owner, by the time of their creation."""
         self.expire(now)
         return [cache for cache in self._caches.values() if cache.owner == owner]
+
+    def bytes_of_owners(self, now: float) -> Mapping[Hashable, int]:
+        """The bytes of the caches of every owner that has any; what they share counts for each."""
+        self.expire(now)
+        sizes: Counter[Hashable] = Counter()
+        for cache in self._caches.values():
+            sizes[cache.owner] += cache.bytes
+        return sizes
 
     def expire(self, now: float) -> None:
         """Evicts every cache whose lease has ended. Nothing depends on this, but it frees their pages sooner."""

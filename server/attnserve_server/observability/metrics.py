@@ -343,6 +343,7 @@ class Metrics:
         Caches whose lease has ended by then, by the clock of the leases, are evicted first.
         """
         self.registry.register(scraped.Caches(store, clock))
+        self._callers.cache_bytes = lambda: store.bytes_of_owners(clock())
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):

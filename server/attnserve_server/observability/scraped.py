@@ -154,6 +154,8 @@ class Callers:
         self._usage = usage
         self.in_flight_bytes: Callable[[], Mapping[Hashable, int]] = dict
         """Reads what every caller has in flight: by its name, or by anything else if it has none."""
+        self.cache_bytes: Callable[[], Mapping[Hashable, int]] = dict
+        """Reads how much the caches of every caller hold, likewise."""
 
     def collect(self) -> Iterable[Metric]:
         families = [
@@ -173,15 +175,19 @@ class Callers:
                 families, (usage.requests, usage.query_tokens, usage.flops, usage.rejected), strict=True
             ):
                 family.add_metric([caller], count)
-        return [*families, self._in_flight()]
-
-    def _in_flight(self) -> Metric:
-        family = GaugeMetricFamily(
-            "attnserve_caller_in_flight_bytes",
+        in_flight = self._sizes(
+            "in_flight_bytes",
             "Bytes of a caller's requests and replies admitted and not yet answered, or not yet read.",
-            labels=["caller"],
+            self.in_flight_bytes(),
         )
-        of_callers = dict(self.in_flight_bytes())
+        cached = self._sizes(
+            "cache_bytes", "Bytes of a caller's caches; what they share counts for each.", self.cache_bytes()
+        )
+        return [*families, in_flight, cached]
+
+    def _sizes(self, name: str, help: str, sizes_of_callers: Mapping[Hashable, int]) -> Metric:
+        family = GaugeMetricFamily(f"attnserve_caller_{name}", help, labels=["caller"])
+        of_callers = dict(sizes_of_callers)
         known = [name for name, _ in self._usage.items()]
         names = [name for name in known if name not in (ANONYMOUS, OTHER)]
         sizes = {name: of_callers.pop(name, 0) for name in names}
