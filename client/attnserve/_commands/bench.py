@@ -34,6 +34,8 @@ CACHED: Final = 2048
 WARM_UP: Final = 0.2
 """The warm-up before a measurement, which is not counted, as a share of the measurement's time."""
 SHARES: Final = (0.5, 0.9)
+KEPT_UP: Final = 0.95
+"""An open loop of which less than this share was answered per second is marked."""
 LEASE_S: Final = 600.0
 """The lease of caches, so that those left behind by a killed process expire."""
 TOLERANCE: Final = 1e-5
@@ -61,13 +63,15 @@ LOADS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed.
+    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed, and
+    `due_per_second` how many requests that makes.
 
     `queue` and `compute` are medians of the server's own times, as reported in replies.
     """
 
     load: str
     share: float | None
+    due_per_second: float | None
     requests: int
     requests_per_second: float
     tokens_per_second: float
@@ -79,6 +83,11 @@ class Measured:
     batch_size: float
     client_cpu: float
     """CPU time of this process per request."""
+
+    @property
+    def falls_behind(self) -> bool:
+        """Whether an open loop asked for more than was answered."""
+        return self.due_per_second is not None and self.requests_per_second < KEPT_UP * self.due_per_second
 
 
 class WrongAnswerError(Exception):
@@ -224,7 +233,7 @@ def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
             used = time.process_time() - cpu
             for _ in range(in_flight - 1):
                 _next(answers)
-            return _measured(name, None, counted, answer.at - begin, used)
+            return _measured(name, None, None, counted, answer.at - begin, used)
         _send(submit, time.perf_counter(), answers)
     raise AssertionError("a loop without an end ended")
 
@@ -248,14 +257,17 @@ def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float)
     if not counted:
         raise WrongAnswerError(f"load {name}: nothing was due within {seconds:g} s at {rate:.1f} a second")
     last = max(answer.at for answer in done)
-    return _measured(name, share, counted, last - begin - warm, used)
+    return _measured(name, share, len(counted) / seconds, counted, last - begin - warm, used)
 
 
-def _measured(name: str, share: float | None, counted: Sequence[_Answer], seconds: float, cpu: float) -> Measured:
+def _measured(
+    name: str, share: float | None, due: float | None, counted: Sequence[_Answer], seconds: float, cpu: float
+) -> Measured:
     p50, p99, p999 = np.percentile([answer.latency for answer in counted], (50, 99, 99.9)).tolist()
     return Measured(
         load=name,
         share=share,
+        due_per_second=due,
         requests=len(counted),
         requests_per_second=len(counted) / seconds,
         tokens_per_second=len(counted) * LOADS[name].queries / seconds,
@@ -273,12 +285,13 @@ def _text(found: Sequence[Measured]) -> str:
     """The results as a table; times are in microseconds."""
     titles = ("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9", "queue", "compute", "client CPU", "batch")
     rows: list[tuple[str, ...]] = [titles]
+    behind = [each for each in found if each.falls_behind]
     for each in found:
         times = (each.p50, each.p99, each.p999, each.queue, each.compute, each.client_cpu)
         rows.append(
             (
                 each.load,
-                "closed" if each.share is None else f"open, {each.share:.0%}",
+                "closed" if each.share is None else f"open, {each.share:.0%}{' *' * each.falls_behind}",
                 f"{each.requests_per_second:,.0f}",
                 f"{each.tokens_per_second:,.0f}",
                 *(f"{seconds * 1e6:,.0f}" for seconds in times),
@@ -286,6 +299,11 @@ def _text(found: Sequence[Measured]) -> str:
             )
         )
     loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
-    return "\n".join(
-        [table(rows, words=2), "", *loads, "Times are in µs; in open loops they count from when a request was due."]
-    )
+    notes = ["Times are in µs; in open loops they count from when a request was due."]
+    if behind:
+        due = ", ".join(f"{each.load} {each.share:.0%}: {each.due_per_second:,.0f}" for each in behind)
+        notes.append(
+            f"* More were due than were answered ({due} a second), so times say how long this went on, and no more. The "
+            "closed loop was faster: measure longer (--seconds), on a machine that does nothing else."
+        )
+    return "\n".join([table(rows, words=2), "", *loads, *notes])
