@@ -63,8 +63,8 @@ LOADS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed, and
-    `due_per_second` how many requests that makes.
+    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed,
+    and `due_per_second` how many requests that makes.
 
     `queue` and `compute` are medians of the server's own times, as reported in replies.
     """
@@ -303,7 +303,7 @@ def _text(found: Sequence[Measured]) -> str:
     if behind:
         due = ", ".join(f"{each.load} {each.share:.0%}: {each.due_per_second:,.0f}" for each in behind)
         notes.append(
-            f"* More were due than were answered ({due} a second), so times say how long this went on, and no more. The "
-            "closed loop was faster: measure longer (--seconds), on a machine that does nothing else."
+            f"* More were due than were answered ({due} a second), so times say how long this went on, and no more: "
+            "the closed loop was faster. Measure longer (--seconds), on a machine that does nothing else."
         )
     return "\n".join([table(rows, words=2), "", *loads, *notes])
