@@ -132,7 +132,7 @@ def test_while_spans_are_taken(server: Server, kind: Any) -> None:
 
 
 def test_while_a_thread_begins_to_wait_for_a_retry() -> None:
-    """It holds the lock of the timer that a cancellation would stop."""
+    """It holds the lock of the timers, of which a cancellation stops one."""
 
     def gone(message: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
@@ -144,10 +144,9 @@ def test_while_a_thread_begins_to_wait_for_a_retry() -> None:
         future = client.submit(ARRAY, ARRAY, ARRAY)
         (call,) = unary._calls
         until(lambda: call.timer is not None, "it waits for a retry")
-        timer = call.timer
 
         def give_up() -> None:
-            with timer.finished._cond:  # type: ignore[attr-defined]
+            with unary._timers._changed:
                 future.cancel()
 
         assert ends(give_up)

@@ -21,8 +21,9 @@ from attnserve._settings.retry import Again, RetryPolicy
 from attnserve._transports.callbacks import Callbacks
 from attnserve._transports.connection import Route
 from attnserve._transports.interrupts import DelayedInterrupt
-from attnserve._transports.locks import Held, at_once
+from attnserve._transports.locks import at_once
 from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.timers import Timer, Timers
 from attnserve._transports.unary import UnaryCall
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
 
     connection: Connection | None = None
     rpc: Any = None
-    timer: threading.Timer | None = None
+    timer: Timer | None = None
 
 
 class UnaryTransport:
@@ -46,6 +47,7 @@ class UnaryTransport:
         self._lock = threading.Lock()
         self._calls: set[_Call] = set()
         self._callbacks = Callbacks()
+        self._timers = Timers()
         self._closed = False
 
     def submit(
@@ -87,13 +89,22 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
 
     def _send(self, call: _Call) -> None:
-        call.timer = None  # break the reference cycle: the timer still refers to the call once it has fired
         try:
             self._begin(call)
         except AttnServeError as error:
             self._finish(call, error.with_traceback(None))  # it would keep this frame and the call alive
-        except Exception as error:  # in a timer's thread nobody else would hear of it
+        except Exception as error:
             self._finish(call, ProtocolError(unreadable(error)))
+
+    def _send_again(self, call: _Call) -> None:
+        """Sends a call once its pause is over, in the thread of the timers."""
+        call.timer = None
+        try:
+            self._begin(call)
+        except AttnServeError as error:
+            self._answer(call, error.with_traceback(None))
+        except Exception as error:  # nobody else would hear of it
+            self._answer(call, ProtocolError(unreadable(error)))
 
     def _begin(self, call: _Call) -> None:
         connection, timeout = call.connect()
@@ -137,10 +148,8 @@ class UnaryTransport:
     def _send_later(self, call: _Call, pause: float) -> None:
         with self._lock:
             if call in self._calls:
-                call.timer = threading.Timer(pause, self._send, (call,))
-                call.timer.daemon = True
                 try:
-                    call.timer.start()
+                    call.timer = self._timers.later(pause, partial(self._send_again, call))
                 except RuntimeError as error:
                     raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 
@@ -149,8 +158,6 @@ class UnaryTransport:
             with self._lock if waits else at_once(self._lock):
                 if call not in self._calls:
                     return False
-                if call.timer is not None and not waits:  # a timer has a lock, too
-                    raise Held
                 self._calls.remove(call)
             self._stop(call)
         return True
@@ -160,7 +167,7 @@ class UnaryTransport:
             call.future.settle(outcome)
 
     def _answer(self, call: _Call, outcome: bytes | AttnServeError) -> None:
-        """Finishes a call, in one of gRPC's threads."""
+        """Finishes a call, in a thread that others need."""
         if self._withdraw(call) and not call.future.settle_silently(outcome):
             self._callbacks.settle(call.future, outcome)
 
