@@ -125,7 +125,12 @@ def ends_with(line: str, status: int, *flags: str, before: str = "") -> None:
 
 
 def test_a_pool_that_there_is_no_memory_for_is_one_line_and_status_1() -> None:
-    before = "from attnserve_server.host import control_groups; control_groups.memory_limit = lambda: 2**30 + 1000"
+    before = """
+from attnserve_server.caches import opening
+from attnserve_server.host import control_groups
+control_groups.memory_limit = lambda: 2**30 + 2**28 + 1000
+opening.resident_bytes = lambda: 2**28
+"""
     line = "cache_bytes: 4GiB of memory is not available: there is 1GiB"
     ends_with(line, 1, "--cache-bytes", "4GiB", before=before)
 
