@@ -123,12 +123,12 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
 def test_a_load_that_was_not_kept_up_with_is_marked() -> None:
     """Its latencies say for how long it was, not how fast the service is."""
     closed = bench.Measured("S", None, None, 100, 1000.0, 1e4, 1e-3, 2e-3, 3e-3, 1e-4, 1e-4, 2.0, 1e-4)
-    kept = replace(closed, share=0.5, due_per_second=500.0, requests_per_second=490.0)
-    behind = replace(closed, share=0.9, due_per_second=900.0, requests_per_second=700.0)
+    kept = replace(closed, share=0.5, in_time=0.99)
+    behind = replace(closed, share=0.9, in_time=0.62)
     text = bench._text([closed, kept, behind])
     assert "open, 50%  " in text
     assert "open, 90% *" in text
-    assert "* More were due than were answered (S 90%: 900 a second)" in text
+    assert "* More were due than were answered (in time S 90%: 62%)" in text
     assert "* More" not in bench._text([closed, kept])
 
 

@@ -149,6 +149,21 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert not multiplexer.wants_stream
 
 
+def test_a_stream_that_a_proxy_refuses_is_sent_again_after_a_pause(multiplexer: Multiplexer[Any]) -> None:
+    """No message was too long: nothing fails for that, and no stream is opened at once."""
+    for owner in "abc":
+        multiplexer.add(call(owner, padding=100), 0.0)
+    stream = multiplexer.opened(0.0)
+    while multiplexer.next_message(stream, 0.0) is not None:
+        pass
+    refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    refused.message = "too many requests"
+    outcomes = multiplexer.broken(stream, refused, 0.0)
+    assert not any(isinstance(error, InvalidRequestError) for _, error in outcomes)
+    assert len(outcomes) + len(multiplexer) == 3
+    assert not multiplexer.wants_stream
+
+
 def too_many_streams() -> Status:
     """What a server ends a stream with that is one too many for its caller."""
     refused = status(grpc.StatusCode.RESOURCE_EXHAUSTED)

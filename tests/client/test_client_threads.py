@@ -17,7 +17,7 @@ from calls import PATIENCE_S
 from peers import SERVICE, good, good_unary, peer, replies
 
 from attnserve import Client, ClientClosedError
-from attnserve._transports.thread_future import CallFuture, logger
+from attnserve._transports.thread_future import CallFuture, bring_replies, logger
 
 STREAM, UNARY = "stream", "unary"
 
@@ -130,25 +130,50 @@ def test_what_a_unary_call_calls_back_may_wait_for_another_call() -> None:
 
 
 def test_what_a_call_on_a_stream_calls_back_cannot_wait_for_another_call() -> None:
-    """It would hold up the reply that it waits for. That of another client it does not."""
+    """It would hold up the reply that it waits for. That of another client, or from another server, it does not."""
     patient, answers = Patient(), SimpleQueue[Any]()
     with peer(patient.stream) as address, Client(address, timeout=None) as client, Client(address) as other:
 
         def wait(future: Future[Any]) -> None:
-            try:
-                answers.put(other.attend(*[array(4)] * 3).output[0, 0])
-                answers.put(future.result().output[0, 0])
-                client.attend(*[array(5)] * 3)
-            except Exception as error:
-                answers.put(error)
+            answers.put(other.attend(*[array(4)] * 3).output[0, 0])
+            answers.put(future.result().output[0, 0])
+            answers.put(future.exception())
+            for ask in ("result", "exception"):
+                try:
+                    getattr(client.submit(*[array(5)] * 3), ask)()
+                except Exception as error:
+                    answers.put(error)
 
         client.submit(*[array(3)] * 3).add_done_callback(wait)
         patient.told.set()
-        assert [answers.get(timeout=PATIENCE_S) for _ in range(2)] == [4, 3]
-        error = answers.get(timeout=PATIENCE_S)
-        assert isinstance(error, RuntimeError)
-        assert "wait in another thread" in str(error)
+        assert [answers.get(timeout=PATIENCE_S) for _ in range(3)] == [4, 3, None]
+        for _ in range(2):
+            error = answers.get(timeout=PATIENCE_S)
+            assert isinstance(error, RuntimeError)
+            assert "wait in another thread" in str(error)
         assert client.attend(*[array(6)] * 3).output[0, 0] == 6, "its replies still come"
+
+
+def test_what_comes_on_another_thread_may_be_waited_for(future: CallFuture[int, int]) -> None:
+    """Such as a reply of another server."""
+    transport, another = object(), object()
+    future.transport = transport
+    waited = SimpleQueue[Any]()
+
+    def wait(brings: object) -> None:
+        bring_replies(brings)
+        try:
+            waited.put(future.result(PATIENCE_S))
+        except RuntimeError as error:
+            waited.put(error)
+
+    threading.Thread(target=wait, args=(transport,)).start()
+    assert isinstance(waited.get(timeout=PATIENCE_S), RuntimeError)
+    threading.Thread(target=wait, args=(another,)).start()
+    future.settle(1)
+    assert waited.get(timeout=PATIENCE_S) == 2
+    threading.Thread(target=wait, args=(transport,)).start()
+    assert waited.get(timeout=PATIENCE_S) == 2, "it is there"
 
 
 def test_what_a_unary_call_calls_back_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

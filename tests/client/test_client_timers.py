@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from functools import partial
@@ -14,20 +15,19 @@ from calls import PATIENCE_S
 from peers import good, good_unary, peer
 
 from attnserve import Client
-from attnserve._transports.timers import Timers
+from attnserve._transports.timers import Timer, Timers
 
 NAME = "attnserve-timers"
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == NAME]
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == NAME}
 
 
-def until_ended(others: list[threading.Thread]) -> None:
-    for thread in threads():
-        if thread not in others:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+def until_ended(others: set[threading.Thread]) -> None:
+    for thread in threads() - others:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_functions_run_in_the_order_in_which_they_are_due() -> None:
@@ -40,7 +40,7 @@ def test_functions_run_in_the_order_in_which_they_are_due() -> None:
     for _ in range(2):
         for delay in (0.2, 0.05, 0.1, 0.01):
             timers.later(delay, partial(run, delay, time.monotonic()))
-        assert len(threads()) == len(before) + 1
+        assert len(threads() - before) == 1
         found = [ran.get(timeout=PATIENCE_S) for _ in range(4)]
         assert [delay for delay, _ in found] == [0.01, 0.05, 0.1, 0.2]
         assert all(after >= delay for delay, after in found)
@@ -72,20 +72,50 @@ def test_without_a_thread_nothing_is_left_to_run(monkeypatch: pytest.MonkeyPatch
     assert ran.empty()
 
 
+def test_what_is_cancelled_as_it_is_due_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer may cancel at any moment, without a lock."""
+    before, timers, ran = threads(), Timers(), SimpleQueue[str]()
+    pop = heapq.heappop
+
+    def cancelling(due: list[tuple[float, int, Timer]]) -> tuple[float, int, Timer]:
+        entry = pop(due)
+        if entry[2] is doomed:
+            doomed.cancel()
+        return entry
+
+    monkeypatch.setattr(heapq, "heappop", cancelling)
+    doomed = timers.later(0.01, lambda: ran.put("doomed"))
+    timers.later(0.02, lambda: ran.put("next"))
+    assert ran.get(timeout=PATIENCE_S) == "next"
+    until_ended(before)
+    timers.later(0.0, lambda: ran.put("later"))
+    assert ran.get(timeout=PATIENCE_S) == "later"
+
+
+def test_closed_timers_run_nothing_and_wait_for_nothing() -> None:
+    before, timers, ran = threads(), Timers(), SimpleQueue[int]()
+    timers.later(PATIENCE_S * 10, lambda: ran.put(1))
+    timers.close()
+    until_ended(before)
+    assert ran.empty()
+
+
 def test_calls_that_wait_for_another_attempt_share_a_thread() -> None:
     """A server that is away for a moment has all calls in flight sent again."""
-    before, away, most = threads(), threading.Event(), [0]
+    before, seen, came_back, away = threads(), set[threading.Thread](), threading.Event(), threading.Event()
 
     def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
-        most[0] = max(most[0], len(threads()))
+        if now := threads() - before:
+            seen.update(now)
+            came_back.set()
         if not away.is_set():
             context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         return good_unary(message, context)
 
     with peer(good, unary) as address, Client(address, transport="unary", retries=20) as client:
         futures = [client.submit(*[array(number)] * 3) for number in range(200)]
-        while most[0] == len(before):
-            time.sleep(0.01)
+        assert came_back.wait(PATIENCE_S)
+        assert len(threads() - before) <= 1
         away.set()
         assert [future.result(PATIENCE_S).output[0, 0] for future in futures] == list(range(200))
-    assert most[0] == len(before) + 1
+    assert seen

@@ -257,7 +257,7 @@ def test_wide_rows_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_copies_of_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Such as those of a long cache, whose pages are the sequences of one call."""
-    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_BYTES", 12_000)
     sizes: list[int] = []
     kernel = efficient_cuda._efficient
 
@@ -266,9 +266,15 @@ def test_copies_of_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch, 
         return kernel(query, key, value, *rest, **options)
 
     monkeypatch.setattr(efficient_cuda, "_efficient", told)
-    check([(Plan(dtype=dtype, batch=20, bias_shape=(5, 7)).case(0), {"return_lse": True})])
-    assert len(sizes) > 1
-    assert max(sizes) <= 3000
+    for options in (
+        {"bias_shape": (5, 7)},
+        {"group": 3, "window": (2, 1), "mask_shape": (5, 7)},
+        {"group": 2, "alibi": True},
+    ):
+        sizes.clear()
+        check([(Plan(dtype=dtype, batch=20, **options).case(0), {"return_lse": True})])
+        assert len(sizes) > 1
+        assert max(sizes) <= 12_000
 
 
 def test_what_takes_many_calls_is_not_launched() -> None:

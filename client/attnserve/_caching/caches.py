@@ -92,7 +92,7 @@ class Cache(CacheState):
         Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append. The
         last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
-        arguments.check_options("attend", options, AttendOptions, "layer")
+        arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
@@ -163,7 +163,7 @@ class AsyncCache(CacheState):
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
-        arguments.check_options("attend", options, AttendOptions, "layer")
+        arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:

@@ -35,7 +35,7 @@ WARM_UP: Final = 0.2
 """The warm-up before a measurement, which is not counted, as a share of the measurement's time."""
 SHARES: Final = (0.5, 0.9)
 KEPT_UP: Final = 0.95
-"""An open loop of which less than this share was answered per second is marked."""
+"""An open loop of which less than this share was answered before its end is marked."""
 LEASE_S: Final = 600.0
 """The lease of caches, so that those left behind by a killed process expire."""
 TOLERANCE: Final = 1e-5
@@ -64,14 +64,14 @@ LOADS: Final = {
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed,
-    and `due_per_second` how many requests that makes.
+    and `in_time` is the share of requests that were answered before the last was due.
 
     `queue` and `compute` are medians of the server's own times, as reported in replies.
     """
 
     load: str
     share: float | None
-    due_per_second: float | None
+    in_time: float | None
     requests: int
     requests_per_second: float
     tokens_per_second: float
@@ -87,7 +87,7 @@ class Measured:
     @property
     def falls_behind(self) -> bool:
         """Whether an open loop asked for more than was answered."""
-        return self.due_per_second is not None and self.requests_per_second < KEPT_UP * self.due_per_second
+        return self.in_time is not None and self.in_time < KEPT_UP
 
 
 class WrongAnswerError(Exception):
@@ -257,17 +257,18 @@ def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float)
     if not counted:
         raise WrongAnswerError(f"load {name}: nothing was due within {seconds:g} s at {rate:.1f} a second")
     last = max(answer.at for answer in done)
-    return _measured(name, share, len(counted) / seconds, counted, last - begin - warm, used)
+    in_time = sum(answer.at <= begin + warm + seconds for answer in counted) / len(counted)
+    return _measured(name, share, in_time, counted, last - begin - warm, used)
 
 
 def _measured(
-    name: str, share: float | None, due: float | None, counted: Sequence[_Answer], seconds: float, cpu: float
+    name: str, share: float | None, in_time: float | None, counted: Sequence[_Answer], seconds: float, cpu: float
 ) -> Measured:
     p50, p99, p999 = np.percentile([answer.latency for answer in counted], (50, 99, 99.9)).tolist()
     return Measured(
         load=name,
         share=share,
-        due_per_second=due,
+        in_time=in_time,
         requests=len(counted),
         requests_per_second=len(counted) / seconds,
         tokens_per_second=len(counted) * LOADS[name].queries / seconds,
@@ -301,9 +302,9 @@ def _text(found: Sequence[Measured]) -> str:
     loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
     notes = ["Times are in µs; in open loops they count from when a request was due."]
     if behind:
-        due = ", ".join(f"{each.load} {each.share:.0%}: {each.due_per_second:,.0f}" for each in behind)
+        shares = ", ".join(f"{each.load} {each.share:.0%}: {each.in_time:.0%}" for each in behind)
         notes.append(
-            f"* More were due than were answered ({due} a second), so times say how long this went on, and no more: "
+            f"* More were due than were answered (in time {shares}), so times say how long this went on, and no more: "
             "the closed loop was faster. Measure longer (--seconds), on a machine that does nothing else."
         )
     return "\n".join([table(rows, words=2), "", *loads, *notes])

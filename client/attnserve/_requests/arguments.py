@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from numbers import Number
+from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -88,8 +90,6 @@ _DROPOUT: Final = "there is no dropout here"
 _WEIGHTS: Final = "return_scores='weights' returns them"
 
 NAMES_ELSEWHERE: Final = {
-    "cache_layer": "'layer' is one",
-    "caches": "this cache is the one that is attended to",
     "attention_mask": _MASK,
     "attn_mask": _MASK,
     "key_padding_mask": _MASK,
@@ -108,6 +108,12 @@ NAMES_ELSEWHERE: Final = {
 little, or misleads.
 """
 
+
+OF_A_CACHE: Final = {
+    "cache_layer": "'layer' is one",
+    "caches": "this cache is the one that is attended to",
+}
+"""The same for methods of a cache."""
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -128,14 +134,20 @@ def takes_options(options: type[Mapping[str, Any]], encode: Callable[..., Any]) 
     return listed
 
 
-def check_options(method: str, options: Mapping[str, Any], known: type[Mapping[str, Any]], *others: str) -> None:
+def check_options(
+    method: str,
+    options: Mapping[str, Any],
+    known: type[Mapping[str, Any]],
+    *others: str,
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """TypeError, as if from the called method, if it does not have one of the options; `others` are further arguments
-    that may have been meant.
+    that may have been meant, `hints` what is said to whoever uses these names.
     """
     names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
     if not options.keys() <= names:
         unknown = min(options.keys() - names)
-        hint = NAMES_ELSEWHERE.get(unknown, "")
+        hint = hints.get(unknown) or NAMES_ELSEWHERE.get(unknown, "")
         if "'scale'" in hint and "scale" not in names:
             hint = "the layer defines its scale"
         if not hint and (meant := difflib.get_close_matches(unknown, [*names, *others], 1)):
@@ -154,8 +166,8 @@ def check_no_layer(cache_layer: int) -> None:
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
     """The meaning of a keyword, looked up in `choices`."""
     try:
-        if type(value) in (int, float):  # 1 would be found where True is one
-            raise KeyError
+        if isinstance(value, (Number, np.number)) and not isinstance(value, bool):
+            raise KeyError  # 1 would be found where True is one
         return choices[value]
     except (KeyError, TypeError):
         expected = ", ".join(map(repr, choices))

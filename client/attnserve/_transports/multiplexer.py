@@ -27,6 +27,7 @@ from google.rpc.status_pb2 import Status
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
+    InvalidRequestError,
     ProtocolError,
     error_from_status,
     no_reply,
@@ -287,7 +288,7 @@ class Multiplexer(Generic[T]):
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
 
-        If gRPC ends a stream with RESOURCE_EXHAUSTED and no details, a message was too long, so its longest one was. If
+        If gRPC ends a stream with RESOURCE_EXHAUSTED because a message was too long, so its longest one was. If
         that held a single call, the call fails and the others are sent again; if it held several, messages are shorter
         from now on. Either way there is progress, so this needs no bound on retries.
         """
@@ -295,18 +296,18 @@ class Multiplexer(Generic[T]):
         for call in affected:
             call.resent = True
         outcomes: list[Outcome[T]] = []
-        if status.code == _RESOURCE_EXHAUSTED and not status.details and affected:
+        error = error_from_status(status)
+        if status.code == _RESOURCE_EXHAUSTED and isinstance(error, InvalidRequestError) and affected:
             longest = max(affected, key=lambda call: call.message_size)
             if longest.size < longest.message_size:
                 self._message_bytes = longest.message_size // 2
             else:
-                outcomes.append(self._end(longest, error_from_status(status)))
+                outcomes.append(self._end(longest, error))
                 affected.remove(longest)
             for call in affected:
                 call.stream = 0
                 self._ready.join(call)
         else:
-            error = error_from_status(status)
             is_full = retry.room_after(error) is not None
             if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
                 affected += self._ready.calls

@@ -36,20 +36,16 @@ def _withdrawn_already(*, waits: bool) -> bool:
 
 
 class _Thread(threading.local):
-    """What a thread does for futures."""
-
-    brings_replies = False
-    """Whether it is one on which replies come: none come while it runs callbacks."""
-    calls: object = None
-    """The calls of the client of which it settles a future, if it is."""
+    transport: object = None
+    """Whose replies come on this thread: none do while it runs callbacks."""
 
 
 _thread: Final = _Thread()
 
 
-def bring_replies() -> None:
-    """Says that replies come on this thread."""
-    _thread.brings_replies = True
+def bring_replies(transport: object) -> None:
+    """Says that the replies of a transport come on this thread."""
+    _thread.transport = transport
 
 
 class CallFuture(Future[T], Generic[R, T]):
@@ -64,6 +60,8 @@ class CallFuture(Future[T], Generic[R, T]):
         """Makes the transport forget the call."""
         self.calls: object = None
         """The client's calls, kept from being garbage-collected before the reply arrives."""
+        self.transport: object = None
+        """What carries the call, if that is a stream."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
 
@@ -92,15 +90,21 @@ class CallFuture(Future[T], Generic[R, T]):
             self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, or the error instead, once it is there. RuntimeError if a callback of another call of the client
-        would wait for it: what runs the callback is what brings the replies.
-        """
-        if _thread.calls is not None and _thread.calls is self.calls and timeout != 0 and not self.done():
-            raise RuntimeError(
-                "a callback of a client's future cannot wait for another call of that client, whose reply it holds up: "
-                "wait in another thread"
-            )
+        """The result, or the error instead, once it is there. RuntimeError if a callback would hold up the reply."""
+        self._check_wait(timeout)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, if it is one. RuntimeError as for `result`."""
+        self._check_wait(timeout)
+        return super().exception(timeout)
+
+    def _check_wait(self, timeout: float | None) -> None:
+        if self.transport is not None and self.transport is _thread.transport and timeout != 0 and not self.done():
+            raise RuntimeError(
+                "a callback of a client's future cannot wait for another call on the same stream, whose reply it holds "
+                "up: wait in another thread"
+            )
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Calls a function with the future when it is done."""
@@ -118,16 +122,6 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
-        if not _thread.brings_replies:
-            self._settle(outcome)
-            return
-        _thread.calls = self.calls
-        try:
-            self._settle(outcome)
-        finally:
-            _thread.calls = None
-
-    def _settle(self, outcome: R | Exception) -> None:
         self.calls = None
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if not self.set_running_or_notify_cancel():

@@ -106,7 +106,7 @@ class StreamTransport:
         """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it.
         ClientClosedError if this transport is closed, and RuntimeError if there is no thread to watch deadlines.
         """
-        call.owner.withdraw = partial(self._withdraw, call)
+        call.owner.withdraw, call.owner.transport = partial(self._withdraw, call), self
         outcomes: list[Outcome[StreamFuture]] = []
         try:
             with self._lock:
@@ -215,7 +215,7 @@ class StreamTransport:
         """Takes replies until the stream ends, then handles its end. Does nothing if the stream was not opened."""
         if (rpc := opened.get()) is None:
             return
-        bring_replies()
+        bring_replies(self)
         status = Status()
         try:
             for arrived in rpc:

@@ -1,7 +1,7 @@
 """Functions that are to run later, all in one thread: thousands of calls may wait for their next attempt.
 
 In: delays and functions, which must not block. Out: their calls, in the order in which they are due. The thread lives
-as long as there is something to wait for.
+until the last of them is due, or until the timers are closed.
 """
 
 from __future__ import annotations
@@ -54,23 +54,28 @@ class Timers:
                 raise
         return timer
 
-    def _run(self) -> None:
-        while (function := self._next()) is not None:
-            function()
-            del function  # keep nothing alive while waiting for the next
+    def close(self) -> None:
+        """Has nothing run that has not begun."""
+        with self._changed:
+            self._due.clear()
+            self._changed.notify()
 
-    def _next(self) -> Callable[[], object] | None:
-        """Waits for what is due next; None if nothing is left."""
+    def _run(self) -> None:
+        while (timer := self._next()) is not None:
+            if (function := timer.function) is not None:
+                function()
+            del timer, function  # keep nothing alive while waiting for the next
+
+    def _next(self) -> Timer | None:
+        """Waits for what is due next, which may be cancelled at any moment; None if nothing is left."""
         with self._changed:
             while self._due:
                 due, _, timer = self._due[0]
-                if timer.function is None:
+                left = due - time.monotonic()
+                if left <= 0 or timer.function is None:
                     heapq.heappop(self._due)
-                elif (left := due - time.monotonic()) > 0:
-                    del timer
-                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
-                else:
-                    heapq.heappop(self._due)
-                    return timer.function
+                    return timer
+                del timer
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
             self._running = False
             return None

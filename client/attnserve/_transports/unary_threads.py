@@ -2,8 +2,8 @@
 
 In: the pieces of a request, and a function that gives the connection for an attempt. Out: a settled `CallFuture`.
 gRPC's threads bring the replies, and settle futures without callbacks; those with callbacks are left to a thread of our
-own, since a callback may close the client, or wait for another reply. A timer waits before another attempt. Nothing is
-decided here; see `unary`.
+own, since a callback may close the client, or wait for another reply. One more thread waits for the next attempts of
+all. Nothing is decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class UnaryTransport:
             calls = list(self._calls)
         for call in calls:
             self._finish(call, ClientClosedError())
+        self._timers.close()
 
     def _send(self, call: _Call) -> None:
         try:

@@ -79,14 +79,19 @@ def _max_width(dtype: torch.dtype) -> int:
 
 
 def _copied_bytes(call: AttentionCall) -> int:
-    """How much the converted keys and values of one sequence take: those in half precision without a bias are read
-    where they are.
+    """How much the copies of one sequence's keys and values take: in two parts, converted, or repeated for a group of
+    heads. Others are read where they are.
     """
-    if call.query.dtype != torch.float32 and call.mask is None and call.bias is None and call.alibi_slopes is None:
+    (_, query_heads, query_length, _), (_, heads, length, width) = call.query.shape, call.key.shape
+    in_parts = call.query.dtype == torch.float32
+    converted = call.mask is not None or call.bias is not None or call.alibi_slopes is not None
+    plain = not (converted or call.causal or call.window != (-1, -1))
+    repeated = query_heads > heads and query_length > 1 and not plain
+    if not (in_parts or converted or repeated):
         return 0
-    _, heads, length, width = call.key.shape
-    parts = 2 if call.query.dtype == torch.float32 else 1
-    return parts * heads * length * (width + call.value.shape[-1]) * torch.float32.itemsize
+    itemsize = torch.float32.itemsize if converted else call.query.dtype.itemsize
+    copied_heads = query_heads if repeated else heads
+    return (2 if in_parts else 1) * copied_heads * length * (width + call.value.shape[-1]) * itemsize
 
 
 def _planes(tensor: torch.Tensor | None) -> int:
