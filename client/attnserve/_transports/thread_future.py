@@ -61,7 +61,7 @@ class CallFuture(Future[T], Generic[R, T]):
         self.calls: object = None
         """The client's calls, kept from being garbage-collected before the reply arrives."""
         self.transport: object = None
-        """What carries the call, if that is a stream."""
+        """What carries the call until it is settled, if that is a stream."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
 
@@ -69,7 +69,7 @@ class CallFuture(Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel():
             return False
-        self.calls = None
+        self.calls = self.transport = None
         if sys.is_finalizing():  # no thread runs any more, and the connections are about to end
             return True
         span, self.span = self.span, None  # a second cancellation must not end it again
@@ -122,7 +122,7 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead. To be called once."""
-        self.calls = None
+        self.calls = self.transport = None
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if not self.set_running_or_notify_cancel():
             return
