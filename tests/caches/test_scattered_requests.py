@@ -222,7 +222,7 @@ def test_what_takes_many_operations_is_not_launched(monkeypatch: pytest.MonkeyPa
     cases = [replace(PLAN, dtype="bfloat16").case(n) for n in range(2)]
     transfers: Any = device._transfers
     assert launch_batch(bench.host.pages, device, [bench.begun(case, appended) for case in cases]) is None
-    for bound in ("FEW_CACHES", "FEW_PAGES"):
+    for bound in ("FEW_CACHES", "PLANNED_PAGES"):
         with monkeypatch.context() as patch:
             patch.setattr(run_module, bound, 5)
             assert launch_batch(bench.host.pages, device, [bench.begun(case, 1) for case in cases]) is None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FEW_CACHES: Final = 512
 """Requests to so many are planned and put together in two milliseconds, while others wait."""
-FEW_PAGES: Final = 4096
+PLANNED_PAGES: Final = 4096
 """Keys on so many pages are planned in half a millisecond."""
 FEW_COPIES: Final = 16
 """So many pages that are shared are copied, by some operations each, while others wait."""
@@ -113,7 +113,7 @@ def _are_few(batch: Sequence[CachedRequest], pool: PagePool) -> bool:
         for request in batch
         for length in request.lengths
     )
-    return copies <= FEW_COPIES and pages <= FEW_PAGES
+    return copies <= FEW_COPIES and pages <= PLANNED_PAGES
 
 
 def _finish(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
