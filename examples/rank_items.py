@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -199,6 +200,13 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number of seconds above 0, found {text!r}")
+    return seconds
+
+
 def main() -> int:
     """Runs the example; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,7 +219,7 @@ def main() -> int:
         "--candidates", type=_at_least_one, default=50, help="items to rank in each (default %(default)s)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=2.0, help="how many seconds a ranking may take (default %(default)s)"
+        "--timeout", type=_seconds, default=2.0, help="how many seconds a ranking may take (default %(default)s)"
     )
     options = parser.parse_args()
     try:
