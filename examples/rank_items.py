@@ -202,8 +202,8 @@ def _at_least_one(text: str) -> int:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number of seconds above 0, found {text!r}")
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number of seconds, 0 or more, found {text!r}")
     return seconds
 
 
