@@ -115,9 +115,10 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
     gaps = np.random.default_rng(1).exponential(1 / 200, 1000)
     times = np.cumsum(gaps)
     due = int((times < 0.6).sum())
-    found = bench._open("S", submit, 0.9, 200.0, 0.5)
+    found = bench._open("S", submit, 0.9, 200.0, 0.5, 60.0)
     assert found.requests == int(((times >= 0.1) & (times < 0.6)).sum())
     assert found.p99 > 0.4
+    assert found.in_time == 1.0, "there is a minute left"
 
 
 def test_a_load_that_was_not_kept_up_with_is_marked() -> None:
@@ -153,5 +154,7 @@ def test_arrays_of_answers_are_let_go() -> None:
 
     while asked < 20:
         bench._closed("S", submit, 0.1)
-    assert bench._open("S", submit, 0.9, 2000.0, 0.1).requests > 100
+    found = bench._open("S", submit, 0.9, 2000.0, 0.1, -1.0)
+    assert found.requests > 100
+    assert found.in_time == 0.0, "it was over a second before"
     assert most <= 2

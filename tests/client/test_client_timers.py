@@ -32,26 +32,28 @@ def until_ended(others: set[threading.Thread]) -> None:
 
 def test_functions_run_in_the_order_in_which_they_are_due() -> None:
     """The thread ends with the last of them; a later one has another."""
-    before, timers, ran = threads(), Timers(), SimpleQueue[tuple[float, float]]()
+    before, timers, ran = threads(), Timers(), SimpleQueue[tuple[float, float, threading.Thread]]()
 
     def run(delay: float, begin: float) -> None:
-        ran.put((delay, time.monotonic() - begin))
+        ran.put((delay, time.monotonic() - begin, threading.current_thread()))
 
     for _ in range(2):
-        for delay in (0.2, 0.05, 0.1, 0.01):
-            timers.later(delay, partial(run, delay, time.monotonic()))
-        assert len(threads() - before) == 1
+        with timers._changed:  # so that none is due before all are there
+            for delay in (0.2, 0.05, 0.1, 0.01):
+                timers.later(delay, partial(run, delay, time.monotonic()))
         found = [ran.get(timeout=PATIENCE_S) for _ in range(4)]
-        assert [delay for delay, _ in found] == [0.01, 0.05, 0.1, 0.2]
-        assert all(after >= delay for delay, after in found)
+        assert [delay for delay, *_ in found] == [0.01, 0.05, 0.1, 0.2]
+        assert all(after >= delay for delay, after, _ in found)
+        assert len({thread for *_, thread in found}) == 1
         until_ended(before)
 
 
 def test_what_is_cancelled_does_not_run() -> None:
     before, timers, ran = threads(), Timers(), SimpleQueue[str]()
-    cancelled = timers.later(0.02, lambda: ran.put("cancelled"))
-    timers.later(0.05, lambda: ran.put("kept"))
-    cancelled.cancel()
+    with timers._changed:
+        cancelled = timers.later(0.0, lambda: ran.put("cancelled"))
+        timers.later(0.05, lambda: ran.put("kept"))
+        cancelled.cancel()
     until_ended(before)
     assert ran.get_nowait() == "kept"
     assert ran.empty()
@@ -84,8 +86,9 @@ def test_what_is_cancelled_as_it_is_due_ends_nothing_else(monkeypatch: pytest.Mo
         return entry
 
     monkeypatch.setattr(heapq, "heappop", cancelling)
-    doomed = timers.later(0.01, lambda: ran.put("doomed"))
-    timers.later(0.02, lambda: ran.put("next"))
+    with timers._changed:
+        doomed = timers.later(0.0, lambda: ran.put("doomed"))
+        timers.later(0.01, lambda: ran.put("next"))
     assert ran.get(timeout=PATIENCE_S) == "next"
     until_ended(before)
     timers.later(0.0, lambda: ran.put("later"))

@@ -288,9 +288,9 @@ class Multiplexer(Generic[T]):
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
         """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
 
-        If gRPC ends a stream with RESOURCE_EXHAUSTED because a message was too long, so its longest one was. If
-        that held a single call, the call fails and the others are sent again; if it held several, messages are shorter
-        from now on. Either way there is progress, so this needs no bound on retries.
+        If gRPC ends a stream because a message was too long, its longest one was. If that held a single call, the call
+        fails and the others are sent again; if it held several, messages are shorter from now on. Either way there is
+        progress, so this needs no bound on retries.
         """
         affected = [call for call in self._calls.values() if call.stream == stream]
         for call in affected:

@@ -90,21 +90,12 @@ class UnaryTransport:
         self._timers.close()
 
     def _send(self, call: _Call) -> None:
-        try:
-            self._begin(call)
-        except AttnServeError as error:
-            self._finish(call, error.with_traceback(None))  # it would keep this frame and the call alive
-        except Exception as error:
-            self._finish(call, ProtocolError(unreadable(error)))
-
-    def _send_again(self, call: _Call) -> None:
-        """Sends a call once its pause is over, in the thread of the timers."""
         call.timer = None
         try:
             self._begin(call)
         except AttnServeError as error:
-            self._answer(call, error.with_traceback(None))
-        except Exception as error:  # nobody else would hear of it
+            self._answer(call, error.with_traceback(None))  # it would keep this frame and the call alive
+        except Exception as error:  # in the timers' thread nobody else would hear of it
             self._answer(call, ProtocolError(unreadable(error)))
 
     def _begin(self, call: _Call) -> None:
@@ -150,7 +141,7 @@ class UnaryTransport:
         with self._lock:
             if call in self._calls:
                 try:
-                    call.timer = self._timers.later(pause, partial(self._send_again, call))
+                    call.timer = self._timers.later(pause, partial(self._send, call))
                 except RuntimeError as error:
                     raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 

@@ -108,11 +108,10 @@ def _are_few(batch: Sequence[CachedRequest], pool: PagePool) -> bool:
     if any(request.problem.kv_length > 1 for request in batch) or sum(len(each.uses) for each in batch) > FEW_CACHES:
         return False
     copies = sum(len(placement.copies) for request in batch for placement in request.placements)
-    pages = sum(
-        -(-length // pool.tokens_per_page(request.uses[0].cache.shape))
-        for request in batch
-        for length in request.lengths
-    )
+    pages = 0
+    for request in batch:
+        per_page = pool.tokens_per_page(request.uses[0].cache.shape)
+        pages += sum([-(-length // per_page) for length in request.lengths])
     return copies <= FEW_COPIES and pages <= PLANNED_PAGES
 
 

@@ -28,7 +28,7 @@ from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 FEW_SPANS: Final = 256
 """So many spans are put together in three milliseconds, while others wait."""
 FEW_CALLS: Final = 4
-"""So many calls of kernels are launched in less than a millisecond, while others wait."""
+"""So many calls of kernels, with all that surrounds each, are launched while others wait."""
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
