@@ -219,7 +219,7 @@ class Config:
         kinds.size(0),
         0,
         "The size of the pool of resident key/value caches, allocated at the start: one page at least. 0: 512 MiB on "
-        "a CPU, or a quarter of the memory if that is less, and half the free memory on CUDA.",
+        "a CPU, or a quarter of the memory or half of what is left of it, if less, and half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         kinds.size(LEAST_PAGE_BYTES, 2**30, CACHE_LINE, or_zero=True),
