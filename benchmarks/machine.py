@@ -41,11 +41,13 @@ def load_average() -> list[float]:
 
 
 def cpu_model() -> str:
-    """The processor's model name, if the system gives it."""
+    """The processor's model name, and its numbers, since virtual machines often cut the name short."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine()
+    first, _, _ = cpuinfo.read_text().partition("\n\n")
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    name = said.get("model name", platform.machine())
+    if "cpu family" not in said:
+        return name
+    return f"{name} (family {said['cpu family']}, model {said.get('model', '?')})"
