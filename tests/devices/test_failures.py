@@ -20,8 +20,8 @@ from attnserve_server.access.callers import Caller, Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.refusals import Refusals
 from attnserve_server.requests.work import Work
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.rpc.stream import CallStream, Streams
@@ -61,7 +61,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     readers = {"attend": read_attention, "apply": read_badly}
     metrics = Metrics("0", "0", "cpu")
     rpcs = Rpcs(Callers(), metrics)
-    streams = Streams(engine, metrics, readers, rpcs.callers, 64, 64, rpcs.refusals)
+    streams = Streams(engine, metrics, readers, rpcs.callers, 64, 64, rpcs.endings)
     service = AttentionService(streams, rpcs, b"")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
@@ -127,7 +127,8 @@ async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
     readers = {"attend": read_attention}
-    streams = Streams(engine, Metrics("0", "0", "cpu"), readers, Callers(), 64, 64, Refusals())
+    metrics = Metrics("0", "0", "cpu")
+    streams = Streams(engine, metrics, readers, Callers(), 64, 64, Endings(metrics))
     stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):
         await stream.serve()

@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers, anybody
-from attnserve_server.observability.refusals import Refusals
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc import stream
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.stream import CallStream, Streams
 
 __all__ = ["torch_threads"]
@@ -71,7 +71,7 @@ class Reading:
             Callers(),
             CALLS,
             10 * CALLS,
-            Refusals(),
+            Endings(self.bench.metrics),
         )
         self.stream = CallStream(streams, anybody("here"), self.context)
 

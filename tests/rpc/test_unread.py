@@ -25,8 +25,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Callers
 from attnserve_server.errors import RepliesUnread
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.refusals import Refusals
 from attnserve_server.rpc import unread
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.unread import UnreadReplies
 
 OPTIONS = (
@@ -272,7 +272,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def replies(max_time: float = 30.0) -> UnreadReplies:
-    return UnreadReplies(max_time, Metrics("0", "0", "cpu"), Callers(), Refusals())
+    return UnreadReplies(max_time, Callers(), Endings(Metrics("0", "0", "cpu")))
 
 
 class Late:

@@ -90,7 +90,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE))
     rpcs = Rpcs(Callers(), bench.metrics)
-    streams = Streams(bench.engine, bench.metrics, {}, rpcs.callers, 64, 64, rpcs.refusals)
+    streams = Streams(bench.engine, bench.metrics, {}, rpcs.callers, 64, 64, rpcs.endings)
     service = AttentionService(streams, rpcs, b"")
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(

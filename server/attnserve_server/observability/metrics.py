@@ -228,12 +228,6 @@ class Metrics:
         count = self._requests.get(("attend_stream", code)) or self._requests["attend_stream", "UNKNOWN"]
         count(1)
 
-    def refused(self, operation: str, reason: str, duration_s: float) -> None:
-        """A request was not admitted for lack of room, for one of `REJECTIONS`, so many seconds after it came."""
-        self._rejected[reason]()
-        self._requests[operation, "RESOURCE_EXHAUSTED"]()
-        self._duration[operation](duration_s)
-
     def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
         """A request was computed, and its phases took so many seconds; or several, the phases of each taking that."""
         self._phases(seconds, requests)

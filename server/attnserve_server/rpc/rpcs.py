@@ -25,9 +25,10 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.refusals import Refusals, request_id_of
+from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.caller_turns import CallerTurns
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.messages_due import MessagesDue
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
@@ -65,11 +66,11 @@ class Rpcs:
         self,
         callers: Callers,
         metrics: Metrics,
-        refusals: Refusals | None = None,
+        endings: Endings | None = None,
         messages_due: MessagesDue | None = None,
     ) -> None:
         self.callers = callers
-        self.refusals = Refusals() if refusals is None else refusals
+        self.endings = Endings(metrics) if endings is None else endings
         self._metrics = metrics
         self._messages_due = MessagesDue() if messages_due is None else messages_due
 
@@ -105,17 +106,13 @@ class Rpcs:
                 reply = await answer(Received(caller, message, arrival, context.time_remaining(), trace))
             except Exception as raised:
                 error = error_for_caller(raised)
-                self._metrics.finished(operation, error.code.name, perf_counter() - arrival)
-                if trace is not None:
-                    trace.finish(error.code.name, perf_counter())
+                self.endings.ended(operation, error.code.name, arrival, trace)
                 return _Refused(error, caller)
             except asyncio.CancelledError:
-                self._metrics.finished(operation, "CANCELLED", perf_counter() - arrival)
-                if trace is not None:
-                    trace.finish("CANCELLED", perf_counter())
+                self.endings.ended(operation, "CANCELLED", arrival, trace)
                 raise
             self._metrics.sent(len(reply))
-            self._metrics.finished(operation, "OK", perf_counter() - arrival)
+            self.endings.ended(operation, "OK", arrival)
             return reply
 
         async def handle(_: object, context: Context) -> bytes:
@@ -156,11 +153,7 @@ class Rpcs:
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
         """Ends an RPC with an error; a rejection is counted."""
-        if error.rejection is not None:
-            self._metrics.rejected(error.rejection)
-            if caller is not None:
-                self._metrics.usage.of(caller.name).rejected += 1
-        self.refusals.note(operation, error, lambda: request_id_of(context), None if caller is None else caller.name)
+        self.endings.refused(operation, error, caller, lambda: request_id_of(context))
         await abort(context, error)
 
 

@@ -27,6 +27,7 @@ from attnserve_server.observability.tracing import Tracing
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc import port
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
@@ -85,14 +86,15 @@ class Services:
         self._config = config
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
-        rpcs = Rpcs(callers, metrics, parts.refusals, _messages_due(config))
+        endings = Endings(metrics, parts.refusals)
+        rpcs = Rpcs(callers, metrics, endings, _messages_due(config))
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
         )
         unread = None
         if config.max_unread_time:
-            unread = UnreadReplies(config.max_unread_time, metrics, callers, parts.refusals)
+            unread = UnreadReplies(config.max_unread_time, callers, endings)
         streams = Streams(
             engine,
             metrics,
@@ -103,7 +105,7 @@ class Services:
             callers,
             config.max_message_calls,
             max(1, config.max_requests // STREAM_SHARE),
-            parts.refusals,
+            endings,
             parts.tracing,
             _fast_path(config, parts),
             unread,

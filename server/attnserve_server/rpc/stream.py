@@ -29,11 +29,12 @@ from attnserve_server.errors import (
 )
 from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.refusals import Refusals, request_id_of
+from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
+from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
 from attnserve_server.rpc.rpcs import when_sent
@@ -58,7 +59,7 @@ class Streams:
     engine: Engine
     """Runs the calls."""
     metrics: Metrics
-    """Counts them, and what becomes of them."""
+    """Counts messages, and the phases of calls."""
     readers: Mapping[str, Read]
     """Read the requests, by the names of the fields that hold them."""
     callers: Callers
@@ -67,8 +68,8 @@ class Streams:
     """The most calls in a message."""
     max_unanswered: int
     """Nothing is read from a caller that has more calls than this unanswered."""
-    refusals: Refusals
-    """Log calls that get an error."""
+    endings: Endings
+    """Takes note of how calls end."""
     tracing: Tracing | None = None
     """Records the calls."""
     fast_path: FastPath | None = None
@@ -93,7 +94,7 @@ class CallStream:
         self._max_unanswered = streams.max_unanswered
         self._tracing = streams.tracing
         self._parent = None if streams.tracing is None else in_metadata(context.invocation_metadata())
-        self._refusals = streams.refusals
+        self._endings = streams.endings
         self._fast_path = streams.fast_path if streams.tracing is None else None  # which keeps no traces
         self._learns = False
         self._id: str | None = None
@@ -225,7 +226,7 @@ class CallStream:
         if isinstance(answered, Declined):
             self._learns = answered.learns
             return False
-        self._metrics.finished(ATTENDED, "OK", perf_counter() - arrival, answered.requests)
+        self._endings.ended(ATTENDED, "OK", arrival, requests=answered.requests)
         self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
         self._outbox.put(Unsent([answered.message], len(answered.message), answered, answered.requests))
         return True
@@ -251,7 +252,7 @@ class CallStream:
                 self._answer_error(call.id, call.label, error_for_caller(error), arrival, None, trace)
             else:
                 if refusal is not None:
-                    self._refuse(call, refusal, arrival, trace)
+                    self._answer_error(call.id, call.label, refusal, arrival, None, trace)
             begin = perf_counter()
             if begin - turn > MAX_TURN_SECONDS:
                 self._engine.hurry()  # else the device waits for the last of them
@@ -285,21 +286,11 @@ class CallStream:
         self._in_flight[call.id] = entry
         return None
 
-    def _refuse(self, call: Call, why: NoRoom, arrival: float, trace: Trace | None) -> None:
-        """Answers a call for which there is no room. Most of the cost of a flood is here, so it is counted in as few
-        steps as possible.
-        """
-        self._metrics.refused(call.label, why.rejection, perf_counter() - arrival)
-        self._usage.rejected += 1
-        self._tell(call.id, call.label, why, None, trace)
-
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
             self._engine.release(entry)
-            self._metrics.finished(label, Cancelled.code.name, perf_counter() - entry.arrival)
-            if entry.trace is not None:
-                entry.trace.finish(Cancelled.code.name, perf_counter())
+            self._endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
             return
         self._in_flight.pop(call_id, None)
         if isinstance(outcome, RequestError):
@@ -307,31 +298,21 @@ class CallStream:
             return
         framed = partial(stream_reply, call_id, entry.request.reply_field)
         pieces, size = encoded(entry, outcome, self._metrics, self._usage, framed)
-        self._metrics.finished(label, "OK", perf_counter() - entry.arrival)
+        self._endings.ended(label, "OK", entry.arrival)
         self._outbox.put(Unsent(pieces, size, entry))
 
     def _answer_error(
         self,
         call_id: int,
         label: str,
-        error: RequestError,
+        error: RequestError | NoRoom,
         arrival: float,
         entry: Entry | None,
         trace: Trace | None,
     ) -> None:
-        if error.rejection is not None:
-            self._metrics.rejected(error.rejection)
-            self._usage.rejected += 1
-        self._metrics.finished(label, error.code.name, perf_counter() - arrival)
-        self._tell(call_id, label, error, entry, trace)
-
-    def _tell(
-        self, call_id: int, label: str, error: RequestError | NoRoom, entry: Entry | None, trace: Trace | None
-    ) -> None:
-        """Puts an error into the outbox that has been counted already."""
-        if trace is not None:
-            trace.finish(error.code.name, perf_counter())
-        self._refusals.note(label, error, lambda: self._request_id(call_id), self._caller.name)
+        """Puts an error into the outbox that answers a call, which has an entry if it was admitted."""
+        self._endings.ended(label, error.code.name, arrival, trace)
+        self._endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
         status = error.encoded_status()
         pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
         self._outbox.put(Unsent(pieces, size, entry))

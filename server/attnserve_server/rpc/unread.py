@@ -26,8 +26,8 @@ from grpc import aio
 from attnserve_server.access.callers import Callers
 from attnserve_server.errors import RepliesUnread, RequestError
 from attnserve_server.host.connections import disconnect
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.refusals import Refusals, request_id_of
+from attnserve_server.observability.refusals import request_id_of
+from attnserve_server.rpc.endings import Endings
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,10 @@ class Sending:
 class UnreadReplies:
     """All replies that are being sent, and how long they may take, in seconds."""
 
-    def __init__(self, max_time: float, metrics: Metrics, callers: Callers, refusals: Refusals) -> None:
+    def __init__(self, max_time: float, callers: Callers, endings: Endings) -> None:
         self._max_time = max_time
-        self._metrics = metrics
         self._callers = callers
-        self._refusals = refusals
+        self._endings = endings
         self._loop = asyncio.get_running_loop()
         self._sending: dict[Sending, None] = {}
         self._next_look: asyncio.TimerHandle | None = None
@@ -153,12 +152,10 @@ class UnreadReplies:
 
     def _end_call(self, operation: str, context: aio.ServicerContext[bytes, bytes], error: RepliesUnread) -> None:
         """Counts and logs a unary call that is late. Its caller is told nothing: its status is part of the reply."""
-        name = None
+        caller = None
         with suppress(RequestError):  # one whose token has been revoked since
-            name = self._callers.identify(context).name
-            self._metrics.usage.of(name).rejected += 1
-        self._metrics.rejected(error.rejection)
-        self._refusals.note(operation, error, lambda: request_id_of(context), name)
+            caller = self._callers.identify(context)
+        self._endings.refused(operation, error, caller, lambda: request_id_of(context))
 
     def _cut_off(self, peer: str) -> None:
         """Closes a connection, and ends what is on it and does not end by itself: gRPC would log that as an error."""
