@@ -295,38 +295,51 @@ class Multiplexer(Generic[T]):
         affected = [call for call in self._calls.values() if call.stream == stream]
         for call in affected:
             call.resent = True
-        outcomes: list[Outcome[T]] = []
         error = error_from_status(status)
         if status.code == _RESOURCE_EXHAUSTED and isinstance(error, InvalidRequestError) and affected:
-            longest = max(affected, key=lambda call: call.message_size)
-            if longest.size < longest.message_size:
-                self._message_bytes = longest.message_size // 2
-            else:
-                outcomes.append(self._end(longest, error))
-                affected.remove(longest)
-            for call in affected:
-                call.stream = 0
-                self._ready.join(call)
+            outcomes = self._too_long(affected, error)
         else:
-            is_full = retry.room_after(error) is not None
-            if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
-                affected += self._ready.calls
-                self._ready.clear()
-                if not is_full:
-                    self._waiting.forget_server()
-            for call in affected:
-                if retry.breaks_only_the_stream(status.code):
-                    self._try_again(call, status, now, outcomes)
-                elif not self._waiting.refused(call, error, now):
-                    outcomes.append(self._end(call, error_from_status(status)))
-            if is_full:
-                self._replica.room.refused(now, error, None)
-                self._waiting.answered(0, now, refused=True, taken=True)
-            elif affected or stream == self._stream:
-                (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
+            outcomes = self._interrupted(stream, affected, status, error, now)
         if stream == self._stream:
             self._leave_stream()
         self._release(now)
+        return outcomes
+
+    def _too_long(self, affected: list[Call[T]], error: AttnServeError) -> list[Outcome[T]]:
+        """Handles the end of a stream on which one of the messages with these calls was too long."""
+        outcomes: list[Outcome[T]] = []
+        longest = max(affected, key=lambda call: call.message_size)
+        if longest.size < longest.message_size:
+            self._message_bytes = longest.message_size // 2
+        else:
+            outcomes.append(self._end(longest, error))
+            affected.remove(longest)
+        for call in affected:
+            call.stream = 0
+            self._ready.join(call)
+        return outcomes
+
+    def _interrupted(
+        self, stream: int, affected: list[Call[T]], status: Status, error: AttnServeError, now: float
+    ) -> list[Outcome[T]]:
+        """Handles the end of a stream, for whatever other reason, with these calls in flight on it."""
+        outcomes: list[Outcome[T]] = []
+        is_full = retry.room_after(error) is not None
+        if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
+            affected += self._ready.calls
+            self._ready.clear()
+            if not is_full:
+                self._waiting.forget_server()
+        for call in affected:
+            if retry.breaks_only_the_stream(status.code):
+                self._try_again(call, status, now, outcomes)
+            elif not self._waiting.refused(call, error, now):
+                outcomes.append(self._end(call, error_from_status(status)))
+        if is_full:
+            self._replica.room.refused(now, error, None)
+            self._waiting.answered(0, now, refused=True, taken=True)
+        elif affected or stream == self._stream:
+            (self._replica.failed if status.code else self._replica.asks_to_leave)(now)
         return outcomes
 
     def distrusted(self, stream: int, message: str) -> list[Outcome[T]]:
