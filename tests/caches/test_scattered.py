@@ -76,18 +76,26 @@ def test_lengths(device: ScatteringDevice, dtype: str, per_page: int, lengths: t
     seed=st.integers(0, 9),
 )
 def test_merges(counts: list[int], merged: int, heads: tuple[int, int], seed: int) -> None:
-    """Results over any number of pages become one for each query, in the order of their keys."""
+    """Results over any number of pages become one for each query, with the same bits whatever others are merged."""
     generator = torch.Generator().manual_seed(seed)
     total, (rows, kv_heads) = sum(counts), heads
     output, lse = torch.randn(total, rows, kv_heads, 8, generator=generator), torch.randn(total, rows, kv_heads)
     place = torch.randperm(total, generator=generator)
+
+    def merge(counts: list[int], place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = output, lse
+        levels, sizes = scattered._levels(np.array(counts), place.numpy())
+        for level, size in zip(levels, sizes, strict=True):
+            chosen = None if level is None else tuple(map(torch.from_numpy, scattered._chosen(level)))
+            found = scattered._merged(*found, chosen, size)
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scattered, "MERGED", merged)
-        levels, sizes = scattered._levels(np.array(counts), place.numpy())
-    found = output, lse
-    for level, size in zip(levels, sizes, strict=True):
-        chosen = None if level is None else tuple(map(torch.from_numpy, scattered._chosen(level)))
-        found = scattered._merged(*found, chosen, size)
+        found = merge(counts, place)
+        for n, own in enumerate(torch.split(place, counts)):
+            for part, alone in zip(found, merge([len(own)], own), strict=True):
+                assert torch.equal(part[n], alone[0])
     for n, own in enumerate(torch.split(place, counts)):
         weights = lse[own].softmax(0).unsqueeze(-1)
         torch.testing.assert_close(found[0][n], (output[own] * weights).sum(0), rtol=0, atol=1e-5)

@@ -169,7 +169,7 @@ def test_on_a_device_that_the_host_cannot_read(
     assert transfers.waits == 1
 
 
-@pytest.mark.parametrize(("appended", "most"), [(0, 17), (1, 21)])
+@pytest.mark.parametrize(("appended", "most"), [(0, 21), (1, 25)])
 def test_the_operations_of_a_step_do_not_grow_with_its_caches(
     monkeypatch: pytest.MonkeyPatch, appended: int, most: int
 ) -> None:

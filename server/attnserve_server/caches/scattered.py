@@ -3,9 +3,9 @@
 In: queries of equal shapes, and which tokens of which pages each attends to; no masks, biases or the like. Out: their
 results, and which of these are to be computed in another way. To the kernel, the keys of a page are a sequence of their
 own, read where they lie, once for all queries that attend to them (several, if these are more than it computes
-together). Results over pages are merged by their log-sum-exps, in the order of the keys, so many at a time. So the
-number of operations on the device does not grow with that of caches, and nothing is read to look at it alone: whether
-keys and values are finite is seen from the results.
+together). Results over pages are merged by their log-sum-exps, so many neighbours at a time. So the number of
+operations on the device does not grow with that of caches, and nothing is read to look at it alone: whether keys and
+values are finite is seen from the results.
 """
 
 from __future__ import annotations
@@ -307,9 +307,21 @@ def _merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [G, R, Hk, D] and lse [G, R, Hk] in float32, of outputs [E, R, Hk, D] and lses [E, R, Hk] over disjoint
     keys: those that are `_chosen`, [G * size], or all. Where all lses are -inf, the output is NaN.
+
+    The last of cumulated sums is added up one by one, so that neither more places without results change a bit, nor
+    more groups: the order in which `sum`, `softmax` and `logsumexp` add depends on both.
     """
     if chosen is not None:
         at, added = chosen
         output, lse = output.index_select(0, at), lse.index_select(0, at) + added.view(torch.float32)[:, None, None]
     output, lse = (each.view(-1, size, *each.shape[1:]) for each in (output, lse))
-    return (output * lse.softmax(1).unsqueeze(-1)).sum(1), lse.logsumexp(1)
+    largest = lse.amax(1)
+    # Weighted outputs, and behind them the weights, so that both are added together.
+    count, elements = len(output), output[0, 0].numel()
+    sums = largest.new_empty(count, size, elements + lse[0, 0].numel())
+    weighted, weights = sums[..., :elements].view(output.shape), sums[..., elements:].view(lse.shape)
+    torch.sub(lse, largest.unsqueeze(1), out=weights).exp_()
+    torch.mul(output, weights.unsqueeze(-1), out=weighted)
+    sums = sums.cumsum(1)[:, -1]
+    whole = sums[:, elements:].view(largest.shape)
+    return sums[:, :elements].view(count, *output.shape[2:]) / whole.unsqueeze(-1), whole.log().add_(largest)
