@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -212,7 +213,7 @@ def test_an_empty_queue_keeps_nothing_of_what_it_held() -> None:
     """Not even the place of a group whose first request another overtook."""
     queue = queue_of(Entry(), Entry(priority=1))
     queue.pop(0.0)
-    assert (queue.requests, queue._first, queue._groups) == (0, [], {})
+    assert (queue.requests, bool(queue._first), queue._groups) == (0, False, {})
 
 
 def test_what_is_due_before_a_request_is_known() -> None:
@@ -303,6 +304,58 @@ def test_a_steady_stream_of_higher_priority_starves_nobody(
         if low in queue.pop(0.0).entries:
             return
     raise AssertionError(f"still waiting after {ahead + 1} batches")
+
+
+@pytest.mark.parametrize("callers", [1, 2, 50])
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_callers_who_come_later_do_not_make_a_low_priority_wait_longer(callers: int, comes_first: bool) -> None:
+    """Each of them always has something of the next level waiting."""
+    queue, low = queue_of(max_requests=1), Entry(priority=-1, caller="low")
+    if comes_first:
+        queue.push(low)
+    for number in range(2 * callers):
+        queue.push(Entry(caller=number % callers))
+    if not comes_first:
+        queue.push(low)
+    worked = 0
+    while (entry := queue.pop(0.0).entries[0]) is not low:
+        worked += entry.cost
+        assert worked <= AGING * SECOND
+        queue.push(Entry(caller=entry.caller))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                Entry,
+                caller=st.sampled_from("xy"),
+                priority=st.sampled_from([-1, 1]),
+                cost=st.sampled_from([10, 10**9]),
+            ),
+            st.sampled_from([0.1, 10.0]),
+        ),
+        max_size=40,
+    )
+)
+def test_a_caller_s_requests_of_one_priority_stay_in_order(events: list[Entry | float]) -> None:
+    """Whatever others come and go, and however fast the device turns out to be: a number is a batch that takes so many
+    times as long as expected.
+    """
+    pace, ran = Pace(1 / SECOND, 1e-12), []
+    queue = queue_of(max_requests=1, pace=pace)
+    for event in events:
+        if isinstance(event, Entry):
+            queue.push(event)
+            continue
+        batch = queue.pop(0.0)
+        ran += batch.entries
+        pace.learn(batch.work, event * pace.seconds(batch.work))
+    ran += itertools.chain.from_iterable(popped(queue))
+    came = [event for event in events if isinstance(event, Entry)]
+    for caller, priority in itertools.product("xy", (-1, 1)):
+        alike = [[each for each in them if (each.caller, each.priority) == (caller, priority)] for them in (came, ran)]
+        assert alike[0] == alike[1]
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -3,18 +3,19 @@
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
 its group, wherever they are in the queue, until the batch is full by cost, count or bytes. When an entry is due depends
 on what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each
-priority level makes it due earlier by the work that the device does in `aging` seconds: a higher priority goes first,
-and nothing waits forever. Entries that nobody waits for any more never reach a batch.
+priority level makes it due earlier by the work that the device does in `aging` seconds, at the present pace and with
+the present callers: a higher priority goes first, and nothing waits forever. Entries that nobody waits for any more
+never reach a batch.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from attnserve_server.scheduling.by_priority import ByPriority, Placed
 from attnserve_server.scheduling.fairness import FairClock
 from attnserve_server.scheduling.pace import Amount, Pace
 
@@ -99,10 +100,10 @@ class BatchQueue(Generic[E]):
         self._layer_discount = layer_discount
         self._filling = 0
         self._fairness = FairClock()
-        self._groups: dict[Hashable, list[tuple[float, int, E]]] = {}
-        """A heap for each group: when an entry is due, its number in the order of pushes, and the entry."""
-        self._first: list[tuple[float, int, Hashable]] = []
-        """A heap of the groups by their first entries; those that are no longer first stay in it, and are skipped."""
+        self._groups: dict[Hashable, ByPriority[E]] = {}
+        """The entries of each group, by their virtual start times and the order of pushes."""
+        self._first: ByPriority[Hashable] = ByPriority()
+        """The groups, by their first entries of each priority; those that are no longer first stay, and are skipped."""
         self._pushes = itertools.count()
         self._work = Amount()
         self.requests = 0
@@ -118,11 +119,12 @@ class BatchQueue(Generic[E]):
         """Takes an entry."""
         priority, group = entry.priority, entry.group
         begin = self._fairness.enter(entry.caller, priority, self._pace.work(entry.cost))
-        item = (begin - self._advantage(priority), next(self._pushes), entry)
-        waiting = self._groups.setdefault(group, [])
-        heapq.heappush(waiting, item)
-        if waiting[0] is item:
-            heapq.heappush(self._first, (item[0], item[1], group))
+        placed = Placed(begin, next(self._pushes), entry)
+        waiting = self._groups.get(group)
+        if waiting is None:
+            waiting = self._groups[group] = ByPriority()
+        if waiting.push(priority, placed):
+            self._first.push(priority, Placed(begin, placed.number, group))
         self._work.add(entry.kind, entry.cost)
         self.requests += 1
         self.bytes += entry.received_bytes
@@ -136,31 +138,35 @@ class BatchQueue(Generic[E]):
 
     def oldest_arrival(self) -> float | None:
         """When the longest-waiting entry arrived; None if nothing waits. Looks at all waiting entries."""
-        return min((item[2].arrival for group in self._groups.values() for item in group), default=None)
+        return min((placed.item.arrival for group in self._groups.values() for _, placed in group), default=None)
 
     def least_seconds_before(self, caller: Hashable, priority: int) -> float:
         """The least time that running takes for those waiting entries that are due before this caller's next one with
         this priority. Looks at all waiting entries.
         """
-        due = self._fairness.begin(caller, priority) - self._advantage(priority)
+        level = self._level()
+        due = self._fairness.begin(caller, priority) - priority * level
         before = Amount()
         for group in self._groups.values():
-            for item in group:
-                if item[0] <= due:
-                    before.add(item[2].kind, item[2].cost)
+            for its_priority, (begin, _, entry) in group:
+                if begin - its_priority * level <= due:
+                    before.add(entry.kind, entry.cost)
         return self._pace.least_seconds(before)
 
     def pop(self, now: float) -> Batch[E]:
         """Takes the next batch out of the queue; it has no entries if nothing is left to run."""
         batch: Batch[E] = Batch()
+        level = self._level()
         while self._groups and not batch.entries:
-            _, number, group = heapq.heappop(self._first)
+            priority = self._first.first(level)
+            _, number, group = self._first.pop(priority)
             waiting = self._groups.get(group)
-            if waiting is not None and waiting[0][1] == number:
-                self._fill(batch, waiting, now)
-                if waiting:
-                    heapq.heappush(self._first, (waiting[0][0], waiting[0][1], group))
-                else:
+            head = None if waiting is None else waiting.head(priority)
+            if waiting is not None and head is not None and head.number == number:
+                for changed in self._fill(batch, waiting, level, now):
+                    if (head := waiting.head(changed)) is not None:
+                        self._first.push(changed, Placed(head.begin, head.number, group))
+                if not waiting:
                     del self._groups[group]
         if not self.requests:
             self._first.clear()
@@ -168,41 +174,47 @@ class BatchQueue(Generic[E]):
 
     def drop_cancelled(self) -> list[E]:
         """Takes out all entries that have been cancelled. Looks at all waiting entries."""
-        dropped: list[E] = []
-        for group, waiting in list(self._groups.items()):
-            gone = [item[2] for item in waiting if item[2].cancelled]
-            if not gone:
-                continue
-            dropped += gone
-            waiting[:] = [item for item in waiting if not item[2].cancelled]
-            heapq.heapify(waiting)
-            if not waiting:
-                del self._groups[group]
+        dropped = [placed.item for group in self._groups.values() for _, placed in group if placed.item.cancelled]
         if not dropped:
             return dropped
+        groups, self._groups = self._groups, {}
+        self._first.clear()
+        for group, waiting in groups.items():
+            left: ByPriority[E] = ByPriority()
+            for priority, placed in waiting:
+                if not placed.item.cancelled and left.push(priority, placed):
+                    self._first.push(priority, Placed(placed.begin, placed.number, group))
+            if left:
+                self._groups[group] = left
         for entry in dropped:
             self._forget(entry)
-        self._first = [(waiting[0][0], waiting[0][1], group) for group, waiting in self._groups.items()]
-        heapq.heapify(self._first)
         return dropped
 
-    def _advantage(self, priority: int) -> float:
-        """How much earlier a priority makes an entry due: virtual time is slower by as many callers as there are."""
-        return priority * self._pace.work_of(self._aging) / max(1, self._fairness.callers) if priority else 0.0
+    def _level(self) -> float:
+        """How much earlier a level of priority makes an entry due: virtual time is slower by as many callers as there
+        are.
+        """
+        return self._pace.work_of(self._aging) / max(1, self._fairness.callers)
 
-    def _fill(self, batch: Batch[E], waiting: list[tuple[float, int, E]], now: float) -> None:
-        """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it."""
+    def _fill(self, batch: Batch[E], waiting: ByPriority[E], level: float, now: float) -> set[int]:
+        """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it.
+        Returns the priorities of what has been taken out.
+        """
         callers, work, filling, size = self._fairness.callers, 0.0, 0, 0
-        most = self._max_batch_bytes
+        most, changed = self._max_batch_bytes, set()
         while waiting and len(batch.entries) < self._max_requests:
-            entry = waiting[0][2]
+            priority = waiting.first(level)
+            head = waiting.head(priority)
+            assert head is not None
+            entry = head.item
             gone = batch.cancelled if entry.cancelled else batch.expired if entry.deadline <= now else None
             if gone is None and batch.entries:
                 if filling + self._share(entry) > self._max_cost:
                     break
                 if most is not None and size + entry.received_bytes > most:
                     break
-            heapq.heappop(waiting)
+            waiting.pop(priority)
+            changed.add(priority)
             self._forget(entry)
             if gone is None:
                 batch.entries.append(entry)
@@ -218,6 +230,7 @@ class BatchQueue(Generic[E]):
         self._fairness.served(work, callers)
         if batch.entries:
             self._pace.formed(self._fullness(len(batch.entries), filling, size) / len(batch.entries))
+        return changed
 
     def _fullness(self, requests: int, filling: int, size: int) -> float:
         """The part of a batch that so much fills, by the bound that it is nearest to; 1 for what exceeds one."""
