@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from math import inf
 
 import grpc
@@ -12,8 +13,9 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve import AttnServeError, InvalidRequestError, OverloadedError, UnavailableError
+from attnserve import AttnServeError, Client, InvalidRequestError, OverloadedError, UnavailableError
 from attnserve._errors import error_from_status
+from attnserve._settings.config import Settings
 from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
@@ -56,6 +58,15 @@ def test_delays_double_up_to_a_bound_and_are_jittered(draw: float) -> None:
     delays = [policy.delay(attempts, 0.0, float("inf")) for attempts in range(1, 8)]
     assert delays == pytest.approx([d * share for d in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0)])
     assert policy.delay(11, 0.0, float("inf")) is None
+
+
+def test_retries_last_longer_than_a_pause_between_attempts_to_connect() -> None:
+    """Or all could fall into one, although the server is there again."""
+    retries = inspect.signature(Client).parameters["retries"].default
+    policy = RetryPolicy(retries, random=lambda: 0.0)
+    delays = [policy.delay(attempts, 0.0, inf) for attempts in range(1, retries + 1)]
+    pause = dict(Settings("host:1", "stream", None, retries, 1, ()).channel_options("host:1"))
+    assert sum(filter(None, delays)) > 1.2 * pause["grpc.max_reconnect_backoff_ms"] / 1000, "with gRPC's jitter"
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.3, 1.0])

@@ -44,10 +44,10 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ),
     # gRPC's own retries buffer messages, and give up on those above 256 KiB. Ours need no buffer.
     ("grpc.enable_retries", 0),
-    # The retries of a call take under a second unless told otherwise; reconnecting must keep up with them.
+    # Retries may be over within 0.35 s: a pause between two attempts to connect is shorter, gRPC's jitter included.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     # A connection that has gone silent is noticed within 30 s, and its calls are sent again, well before they time out.
     # The service tolerates a ping every 10 s. Another server may not; gRPC then pings half as often.
     ("grpc.keepalive_time_ms", 20_000),
