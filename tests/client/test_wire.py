@@ -18,6 +18,7 @@ from wire_messages import (
     END_GROUP,
     LENGTH_DELIMITED,
     MESSAGE_TYPES,
+    MODULES,
     START_GROUP,
     VARINT,
     encoded,
@@ -105,11 +106,9 @@ def test_writes_what_stock_protobuf_reads(message: Message, random: Any) -> None
 
 def test_every_message_type_is_covered() -> None:
     names = {message_type.DESCRIPTOR.full_name for message_type in MESSAGE_TYPES}
-    declared = {
-        f"attnserve.v1.{name}" for module in (tensor_pb2, pb) for name in module.DESCRIPTOR.message_types_by_name
-    }
+    declared = {f"attnserve.v1.{name}" for module in MODULES for name in module.DESCRIPTOR.message_types_by_name}
     assert names == declared
-    assert {"attnserve.v1.AttendRequest", "attnserve.v1.AttendStreamResponse", "attnserve.v1.Tensor"} <= names
+    assert {"attnserve.v1.AttendRequest", "attnserve.v1.Tensor", "attnserve.v1.CacheServiceAppendRequest"} <= names
 
 
 def request(length: int, *, fill: int = 0) -> pb.AttendRequest:

@@ -7,12 +7,12 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from attnserve import _fields
-from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import tensor_pb2
+from attnserve.v1 import attention_pb2, caches_pb2, layers_pb2, tensor_pb2
 
+MODULES = (tensor_pb2, attention_pb2, caches_pb2, layers_pb2)
 MESSAGE_TYPES: list[type[Message]] = [
     value
-    for module in (tensor_pb2, pb)
+    for module in MODULES
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, Message)
 ]
