@@ -248,6 +248,17 @@ def test_the_command_line_stays_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, timeout=60, check=False).returncode == 0
 
 
+def test_torch_compiles_no_operators() -> None:
+    """That would take a compiler, which images do not have. torch says itself whether it has been told."""
+    pytest.importorskip("torch._native", reason="this torch compiles none anyway")
+    program = (
+        "import attnserve_server.devices; from torch._native.common_utils import check_native_jit_disabled as told\n"
+        "assert told()"
+    )
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_DISABLE_NATIVE_JIT"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False).returncode == 0
+
+
 def test_experiments_of_grpc_are_the_operators_choice(
     start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
