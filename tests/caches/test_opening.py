@@ -53,6 +53,14 @@ def test_a_pool_beyond_the_control_group_is_refused(monkeypatch: pytest.MonkeyPa
         pool_bytes(Config(cache_bytes=1 << 20))
 
 
+@pytest.mark.parametrize(("max_bytes", "warns"), [(GIB, False), (GIB + 1, True)])
+def test_less_memory_than_requests_may_take_is_worth_a_warning(
+    caplog: pytest.LogCaptureFixture, max_bytes: int, warns: bool
+) -> None:
+    pool_bytes(Config(cache_bytes=GIB, max_bytes=max_bytes, max_message_bytes=1 << 20))
+    assert ["beside caches of 1GiB there is 1GiB" in line for line in caplog.messages] == [True] * warns
+
+
 def test_what_the_process_holds_is_known(tmp_path: Path) -> None:
     held = resident_bytes()
     assert held > 20 << 20, "this one has torch"

@@ -1,10 +1,12 @@
 """Opens the caches of a server, according to its configuration and its memory.
 
-In: a configuration and a device. Out: the `Host`, with its pool's memory allocated, or an error that says why not.
+In: a configuration and a device. Out: the `Host`, with its pool's memory allocated, or an error that says why not; and
+a warning if what is left is less than requests may take.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Final
 
@@ -19,6 +21,8 @@ from attnserve_server.host.memory import resident_bytes
 from attnserve_server.settings import units
 from attnserve_server.settings.config import LEAST_PAGE_BYTES, Config
 from attnserve_server.start_errors import ConfigError, StartError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES: Final = 512 << 20
 """The pool on a CPU, unless a quarter of the memory is less."""
@@ -42,9 +46,17 @@ def open_caches(config: Config, device: Device) -> Host:
         expected = f"at most cache_bytes, by default {size} here"
         raise ConfigError("cache_page_bytes", expected, config.show("cache_page_bytes"))
     # Memory that is not there may be granted all the same, and the process be killed when it writes to it.
-    if memory is not None and pool_bytes > (left := max(0, memory - resident_bytes())):
-        there = units.format_size(left >> 20 << 20)
-        raise StartError(f"cache_bytes: {size} of memory is not available: there is {there}")
+    if memory is not None:
+        left = max(0, memory - resident_bytes())
+        if pool_bytes > left:
+            raise StartError(f"cache_bytes: {size} of memory is not available: there is {_in_mib(left)}")
+        if config.max_bytes > left - pool_bytes:
+            logger.warning(
+                "max_bytes: requests may take %s, but beside caches of %s there is %s: the system may end the process",
+                units.format_size(config.max_bytes),
+                size,
+                _in_mib(left - pool_bytes),
+            )
     try:
         return Host(
             CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
@@ -55,6 +67,10 @@ def open_caches(config: Config, device: Device) -> Host:
         if not is_out_of_memory(error):
             raise
         raise StartError(f"cache_bytes: {size} of memory is not available on {device.name}") from None
+
+
+def _in_mib(size: int) -> str:
+    return units.format_size(size >> 20 << 20)
 
 
 def _memory(device: Device) -> int | None:
