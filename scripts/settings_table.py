@@ -1,8 +1,9 @@
-"""The table of all settings of the server, in their document.
+"""The table of all settings of the server, in the documents.
 
-In: the fields of `Config`. Out: docs/configuration.md, with the table between its markers.
+In: the fields of `Config`. Out: docs/configuration.md and the README, with the table between their markers; in the
+README without the variables, which are named as the flags are.
 
-    python scripts/settings_table.py    writes it
+    python scripts/settings_table.py    writes them
 """
 
 from __future__ import annotations
@@ -13,28 +14,33 @@ from typing import Final
 from attnserve_server.settings.command_line import flag, variable
 from attnserve_server.settings.config import kind_of, settings
 
-DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+ROOT: Final = Path(__file__).resolve().parent.parent
+DOCUMENTS: Final = {ROOT / "docs" / "configuration.md": True, ROOT / "README.md": False}
+"""Where the table is, and whether with the variables."""
 _MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
 
 
-def markdown() -> str:
-    """The table of all settings, in markdown."""
-    rows = ["| flag | environment variable | default | what it does |", "|---|---|---|---|"]
+def markdown(*, variables: bool = True) -> str:
+    """The table of all settings, in markdown, with the names of their environment variables or without."""
+    heads = ["flag", *["environment variable"] * variables, "default", "what it does"]
+    rows = [heads, ["---"] * len(heads)]
     for item in settings():
-        default = kind_of(item).show(item.default)
-        rows.append(f"| `{flag(item.name)}` | `{variable(item.name)}` | `{default}` | {item.metadata['help']} |")
-    return "\n".join(rows)
+        names = [flag(item.name), *[variable(item.name)] * variables]
+        cells = [f"`{each}`" for each in (*names, kind_of(item).show(item.default))]
+        rows.append([*cells, item.metadata["help"]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def with_table(document: str) -> str:
+def with_table(document: str, *, variables: bool = True) -> str:
     """A document with the table of all settings between its markers. ValueError if it lacks the markers."""
     begin, end = _MARKERS
     before, found_begin, rest = document.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
         raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{markdown()}\n{end}{after}"
+    return f"{before}{begin}\n{markdown(variables=variables)}\n{end}{after}"
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_table(DOCUMENT.read_text("utf-8")), "utf-8")
+    for path, with_variables in DOCUMENTS.items():
+        path.write_text(with_table(path.read_text("utf-8"), variables=with_variables), "utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,9 +289,10 @@ def test_counts_print_short(count: int, text: str) -> None:
     assert units.format_count(count) == text
 
 
-def test_the_document_shows_the_settings_as_they_are() -> None:
-    text = settings_table.DOCUMENT.read_text("utf-8")
-    assert text == settings_table.with_table(text), "run: make docs"
+@pytest.mark.parametrize(("path", "variables"), settings_table.DOCUMENTS.items())
+def test_the_documents_show_the_settings_as_they_are(path: Path, variables: bool) -> None:
+    text = path.read_text("utf-8")
+    assert text == settings_table.with_table(text, variables=variables), "run: make docs"
 
 
 def test_the_table_has_every_setting() -> None:
