@@ -126,6 +126,9 @@ def test_ending_adds_up(rendered: Rendered) -> None:
         before + Config().drain_delay + Config().drain_grace + CLOSING_S
         <= rendered.pod["terminationGracePeriodSeconds"]
     )
+    # What is hung gets SIGTERM, but is not waited for.
+    hung = rendered.container["livenessProbe"]["terminationGracePeriodSeconds"]
+    assert before < hung < rendered.pod["terminationGracePeriodSeconds"]
 
 
 PROBES = ("startup", "liveness", "readiness")

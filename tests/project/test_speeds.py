@@ -30,7 +30,7 @@ def row(workload: str, way: str) -> list[str]:
     """One way's cells in a workload's own table, without ratios: requests per second, tokens, spread, p50 and so on."""
     lines = between(figures(), f"\n{workload}: ", "```").splitlines()
     line = next(line for line in lines if line.startswith(f"{way}  "))
-    rest = line.removeprefix(way).replace(" ~ ", " ").split()
+    rest = line.removeprefix(way).replace(" ~ ", " ").replace(" M ", "M ").split()  # millions of tokens per second
     return rest[next(n for n, cell in enumerate(rest) if cell.endswith("%")) - 2 :]
 
 

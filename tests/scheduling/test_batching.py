@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from waiting import AGING, MAX_FLOPS, MAX_REQUESTS, SECOND, Entry, queue_of, work
 
-from attnserve_server.scheduling.batching import Batch, BatchQueue
+from attnserve_server.scheduling.batching import MOST_SKIPPED, Batch, BatchQueue
 from attnserve_server.scheduling.pace import Pace
 
 
@@ -322,6 +322,64 @@ def test_callers_who_come_later_do_not_make_a_low_priority_wait_longer(callers: 
         worked += entry.cost
         assert worked <= AGING * SECOND
         queue.push(Entry(caller=entry.caller))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                Entry,
+                group=st.sampled_from("abc"),
+                caller=st.sampled_from("xyz"),
+                priority=st.integers(-8, 8),
+                cost=st.sampled_from([0, 10, 10**4]),
+                cancelled=st.booleans(),
+            ),
+            st.sampled_from([0.1, 10.0]),
+        ),
+        max_size=60,
+    )
+)
+def test_a_batch_begins_with_what_is_due_first_of_all_that_waits(events: list[Entry | float]) -> None:
+    """As everything waiting says, at the pace and with the callers of the moment; a number is a batch, as below."""
+    pace = Pace(1 / SECOND, 1e-12)
+    queue = queue_of(pace=pace)
+    for number, event in enumerate(events):
+        if isinstance(event, Entry):
+            queue.push(event)
+            continue
+        if number % 3:
+            queue.drop_cancelled()
+        level = queue._level()
+        due = {
+            (placed.begin - priority * level, placed.number): placed.item
+            for group in queue._groups.values()
+            for priority, placed in group
+            if not placed.item.cancelled
+        }
+        batch = queue.pop(0.0)
+        assert batch.entries[:1] == ([due[min(due)]] if due else [])
+        pace.learn(batch.work, event * pace.seconds(batch.work))
+
+
+def test_places_that_are_never_skipped_are_forgotten() -> None:
+    """One caller sends twice as much as the other, and what it has sent too much goes along in the other's batches."""
+    queue = queue_of(Entry(caller="a"), max_requests=3, max_cost=10**9)
+    for _ in range(1000):
+        for caller in "aab":
+            queue.push(Entry(caller=caller))
+        queue.pop(0.0)
+        assert len(queue._first) <= 2 * queue.requests + MOST_SKIPPED
+
+
+def test_an_aging_beyond_all_numbers_leaves_priorities_in_order() -> None:
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 1, 1e308, Pace(1 / SECOND, 1e-12))
+    low, urgent, other_urgent, other_low = (
+        Entry(group=group, priority=priority) for group, priority in zip("abba", (0, 1, 1, 0), strict=True)
+    )
+    for entry in (low, urgent, other_urgent, other_low):
+        queue.push(entry)
+    assert popped(queue) == [[urgent], [other_urgent], [low], [other_low]]
 
 
 @given(

@@ -306,7 +306,7 @@ def _merged(
     output: torch.Tensor, lse: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor] | None, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [G, R, Hk, D] and lse [G, R, Hk] in float32, of outputs [E, R, Hk, D] and lses [E, R, Hk] over disjoint
-    keys: those that are `_chosen`, [G * size], or all. Where all lses are -inf, the output is NaN.
+    keys: those that are `_chosen`, [G * size], or all. Where all lses are -inf, both are NaN.
 
     The last of cumulated sums is added up one by one, so that neither more places without results change a bit, nor
     more groups: the order in which `sum`, `softmax` and `logsumexp` add depends on both.

@@ -39,8 +39,8 @@ class Endings:
     def refused(
         self, label: str, error: RequestError | NoRoom, caller: Caller | None, request_id: Callable[[], str]
     ) -> None:
-        """An error is the answer to a call, or the end of an RPC, of a caller, if that is known: counts it if it is a
-        rejection, and has it logged.
+        """An error answers a call or ends an RPC: counts it if it is a rejection, also for its caller if that is known,
+        and has it logged. `request_id` is called only if a line is written.
         """
         if error.rejection is not None:
             self._metrics.rejected(error.rejection)

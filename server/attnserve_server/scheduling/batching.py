@@ -4,8 +4,8 @@ Entries of one *group* can run in one batch. The next batch begins with the entr
 its group, wherever they are in the queue, until the batch is full by cost, count or bytes. When an entry is due depends
 on what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each
 priority level makes it due earlier by the work that the device does in `aging` seconds, at the present pace and with
-the present callers: a higher priority goes first, and nothing waits forever. Entries that nobody waits for any more
-never reach a batch.
+the present callers: a higher priority goes first, and nothing waits forever, although a low priority waits longer while
+callers leave, by the logarithm of their number at most. Entries that nobody waits for any more never reach a batch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from attnserve_server.scheduling.by_priority import ByPriority, Placed
 from attnserve_server.scheduling.fairness import FairClock
 from attnserve_server.scheduling.pace import Amount, Pace
+
+MOST_SKIPPED: Final = 64
+"""How many places of groups that are no longer first are kept, beside two for each entry."""
+MOST_LEVEL: Final = 1e300
+"""The most that a level of priority is worth, so that the levels of all priorities are finite."""
 
 
 class Waiting(Protocol):
@@ -101,9 +106,11 @@ class BatchQueue(Generic[E]):
         self._filling = 0
         self._fairness = FairClock()
         self._groups: dict[Hashable, ByPriority[E]] = {}
-        """The entries of each group, by their virtual start times and the order of pushes."""
+        """The entries of each group, by priority, virtual start time and the order of pushes."""
         self._first: ByPriority[Hashable] = ByPriority()
-        """The groups, by their first entries of each priority; those that are no longer first stay, and are skipped."""
+        """The groups, by their first entries of each priority. Those that are no longer first stay for a while, and are
+        skipped.
+        """
         self._pushes = itertools.count()
         self._work = Amount()
         self.requests = 0
@@ -158,7 +165,7 @@ class BatchQueue(Generic[E]):
         batch: Batch[E] = Batch()
         level = self._level()
         while self._groups and not batch.entries:
-            priority = self._first.first(level)
+            priority = self._first.first_priority(level)
             _, number, group = self._first.pop(priority)
             waiting = self._groups.get(group)
             head = None if waiting is None else waiting.head(priority)
@@ -168,8 +175,8 @@ class BatchQueue(Generic[E]):
                         self._first.push(changed, Placed(head.begin, head.number, group))
                 if not waiting:
                     del self._groups[group]
-        if not self.requests:
-            self._first.clear()
+        if len(self._first) > (2 * self.requests + MOST_SKIPPED if self.requests else 0):
+            self._find_first()
         return batch
 
     def drop_cancelled(self) -> list[E]:
@@ -177,24 +184,30 @@ class BatchQueue(Generic[E]):
         dropped = [placed.item for group in self._groups.values() for _, placed in group if placed.item.cancelled]
         if not dropped:
             return dropped
-        groups, self._groups = self._groups, {}
-        self._first.clear()
-        for group, waiting in groups.items():
+        for group in {entry.group for entry in dropped}:
             left: ByPriority[E] = ByPriority()
-            for priority, placed in waiting:
-                if not placed.item.cancelled and left.push(priority, placed):
-                    self._first.push(priority, Placed(placed.begin, placed.number, group))
+            for priority, placed in self._groups.pop(group):
+                if not placed.item.cancelled:
+                    left.push(priority, placed)
             if left:
                 self._groups[group] = left
         for entry in dropped:
             self._forget(entry)
+        self._find_first()
         return dropped
+
+    def _find_first(self) -> None:
+        """Forgets the places that are no longer first: their turn to be skipped may never come."""
+        self._first.clear()
+        for group, waiting in self._groups.items():
+            for priority, head in waiting.heads():
+                self._first.push(priority, Placed(head.begin, head.number, group))
 
     def _level(self) -> float:
         """How much earlier a level of priority makes an entry due: virtual time is slower by as many callers as there
         are.
         """
-        return self._pace.work_of(self._aging) / max(1, self._fairness.callers)
+        return min(MOST_LEVEL, self._pace.work_of(self._aging) / max(1, self._fairness.callers))
 
     def _fill(self, batch: Batch[E], waiting: ByPriority[E], level: float, now: float) -> set[int]:
         """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it.
@@ -203,7 +216,7 @@ class BatchQueue(Generic[E]):
         callers, work, filling, size = self._fairness.callers, 0.0, 0, 0
         most, changed = self._max_batch_bytes, set()
         while waiting and len(batch.entries) < self._max_requests:
-            priority = waiting.first(level)
+            priority = waiting.first_priority(level)
             head = waiting.head(priority)
             assert head is not None
             entry = head.item

@@ -31,6 +31,9 @@ class ByPriority(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._heaps)
 
+    def __len__(self) -> int:
+        return sum(map(len, self._heaps.values()))
+
     def __iter__(self) -> Iterator[tuple[int, Placed[T]]]:
         """All items and their priorities, in no order."""
         return ((priority, placed) for priority, heap in self._heaps.items() for placed in heap)
@@ -41,7 +44,7 @@ class ByPriority(Generic[T]):
         heapq.heappush(heap, placed)
         return heap[0] is placed
 
-    def first(self, level: float) -> int:
+    def first_priority(self, level: float) -> int:
         """The priority of the first item, if a level of priority is worth so much time. There must be an item."""
         heaps = self._heaps
         if len(heaps) == 1:
@@ -52,6 +55,10 @@ class ByPriority(Generic[T]):
         """The first item of a priority."""
         heap = self._heaps.get(priority)
         return heap[0] if heap else None
+
+    def heads(self) -> Iterator[tuple[int, Placed[T]]]:
+        """All priorities, and the first item of each."""
+        return ((priority, heap[0]) for priority, heap in self._heaps.items())
 
     def pop(self, priority: int) -> Placed[T]:
         """Takes out the first item of a priority."""

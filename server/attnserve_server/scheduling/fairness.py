@@ -4,7 +4,7 @@ Each entry gets a virtual start time: now or, if that is later, when all that it
 what has a lower priority. The virtual clock advances at the rate at which a caller is served its equal share, so
 serving entries in the order of their start times is as if each caller had a slower device of its own. (Weighted fair
 queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in work, in any unit:
-if work turns out to be done faster or slower than expected, the order stays the same.
+if work turns out to be done faster or slower than expected, the order of these times stays the same.
 """
 
 from __future__ import annotations
