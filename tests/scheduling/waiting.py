@@ -49,3 +49,11 @@ def queue_of(
     for entry in entries:
         queue.push(entry)
     return queue
+
+
+def popped(queue: BatchQueue[Entry], now: float = 0.0) -> list[list[Entry]]:
+    """The entries of all batches, batch by batch, until the queue is empty."""
+    batches = []
+    while queue.requests:
+        batches.append(queue.pop(now).entries)
+    return batches

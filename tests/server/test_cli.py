@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import POOL
-from environment import ENVIRONMENT
+from environment import ENVIRONMENT, run_without_the_extra
 from loopback import loopback
 
 from attnserve._commands import connection_flags
@@ -27,8 +27,6 @@ from attnserve_server.settings.config import settings
 if TYPE_CHECKING:
     from tests.conftest import Models, Server
 
-EXTRA = ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
-"""The modules that `attnserve[server]` installs."""
 CORE = re.compile(r"[DIWEF][0-9]{4} ")
 """How log lines that gRPC's core writes by itself begin."""
 
@@ -206,57 +204,6 @@ def test_names_that_cannot_be_said_keep_no_server_from_serving(
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     said = start_server("--model-directory", str(models)).startup["model_directory"]
     assert said == f"{tmp_path}/mod\\xe8les (flag)"
-
-
-def test_modules_are_not_looked_through_for_garbage() -> None:
-    """That would stall the event loop; objects made later are collected."""
-    code = "import gc, sys; from attnserve_server.__main__ import main; main(sys.argv[1:])"
-    code += "; print(gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()))"
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it exits at once
-        addresses = ("--listen", f"127.0.0.1:{taken.getsockname()[1]}", "--http-listen", "127.0.0.1:0")
-        command = [sys.executable, "-c", code, *addresses, "--device", "cpu", "--cache-bytes", "1MiB"]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    enabled, frozen, others = done.stdout.split()[-3:]
-    assert enabled == "True", done.stderr
-    assert int(frozen) > 10 * int(others)
-
-
-@pytest.mark.parametrize("argv", [("--help",), ("token", "ranker")], ids=" ".join)
-def test_what_serves_nothing_needs_nothing_that_serving_does(argv: tuple[str, ...]) -> None:
-    assert run_without_the_extra(*argv).returncode == 0
-
-
-def test_what_is_not_installed_is_one_line() -> None:
-    done = run_without_the_extra()
-    line = "attnserve-server: torch is not installed: pip install 'attnserve[server]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
-
-
-def run_without_the_extra(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line where only the SDK and its dependencies are installed."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({EXTRA}))"  # how Python marks modules that cannot be imported
-        "; from attnserve_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *argv]
-    return subprocess.run(command, env=ENVIRONMENT | environ, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_command_line_stays_without_torch() -> None:
-    """Neither help nor tokens import torch."""
-    program = "import sys, attnserve_server.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, timeout=60, check=False).returncode == 0
-
-
-def test_torch_compiles_no_operators() -> None:
-    """That would take a compiler, which images do not have. torch says itself whether it has been told."""
-    pytest.importorskip("torch._native", reason="this torch compiles none anyway")
-    program = (
-        "import attnserve_server.devices; from torch._native.common_utils import check_native_jit_disabled as told\n"
-        "assert told()"
-    )
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_DISABLE_NATIVE_JIT"}
-    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False).returncode == 0
 
 
 def test_experiments_of_grpc_are_the_operators_choice(
