@@ -175,7 +175,8 @@ class BatchQueue(Generic[E]):
                         self._first.push(changed, Placed(head.begin, head.number, group))
                 if not waiting:
                     del self._groups[group]
-        if len(self._first) > (2 * self.requests + MOST_SKIPPED if self.requests else 0):
+        most = 2 * self.requests + MOST_SKIPPED if self.requests else 0
+        if len(self._first) > most:
             self._find_first()
         return batch
 
