@@ -78,7 +78,9 @@ class Admission:
         self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
         self._max_queue_time = max_queue_time or inf
         self._everybody = InFlight()
-        self._stands = False
+        self._queue_stands = False
+        """Whether anything has been refused since the queue was last short: it is then kept to what the device needs.
+        """
         self._callers: dict[Hashable, InFlight] = {}
         self._told: dict[Hashable, Told] = {}
         """The callers refused since the counts last changed in a way that could make room: until the next such change,
@@ -124,14 +126,19 @@ class Admission:
         """What `check` would raise, as a value: raising and catching an error takes as long as finding it."""
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.changes == self.pace.changes:
-            self._stands = True  # as with every refusal
-            return told.why
+            return self._refused(told.why)
         why = self._lacks(caller, size)
-        if why is not None:
-            if len(self._told) >= MOST_TOLD:
-                self._told.clear()
-            least = size if why.bound == "bytes" else 0  # other refusals do not depend on the size
-            self._told[caller] = Told(why, least, self.pace.changes)
+        if why is None:
+            return None
+        if len(self._told) >= MOST_TOLD:
+            self._told.clear()
+        least = size if why.bound == "bytes" else 0  # other refusals do not depend on the size
+        self._told[caller] = Told(why, least, self.pace.changes)
+        return self._refused(why)
+
+    def _refused(self, why: NoRoom) -> NoRoom:
+        """Takes note that a request is refused, whatever for."""
+        self._queue_stands = True
         return why
 
     def _lacks(self, caller: Hashable, size: int) -> NoRoom | None:
@@ -150,7 +157,7 @@ class Admission:
         if everybody.waiting >= ALWAYS_WAIT:
             return self._lacks_time(own) if self._max_queue_time < inf else None
         if everybody.waiting <= ALWAYS_WAIT // 4:
-            self._stands = False
+            self._queue_stands = False
         return None
 
     def _lacks_time(self, own: InFlight) -> NoRoom | None:
@@ -161,9 +168,9 @@ class Admission:
         seconds, request = self.seconds, self.pace.request_seconds
         needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
         if seconds < needed / 4:
-            self._stands = False
+            self._queue_stands = False
         needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
-        longest = needed if self._stands else max(needed, self._max_queue_time)
+        longest = needed if self._queue_stands else max(needed, self._max_queue_time)
         if seconds < longest:
             return None
         callers = len(self._callers) + (own is NOTHING)
@@ -180,7 +187,7 @@ class Admission:
         self._check_whole(size, flops, reply_bytes)
         self.check(caller, size)
         if self._everybody.flops + flops > self._max_flops:
-            raise Overloaded(self._full("flops", self._max_flops))
+            raise Overloaded(self._refused(self._full("flops", self._max_flops)))
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = InFlight()
@@ -223,7 +230,7 @@ class Admission:
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = InFlight()
-        self._stands = False
+        self._queue_stands = False
         self._told.clear()
         for usage in (self._everybody, own):
             usage.requests += requests
@@ -238,9 +245,9 @@ class Admission:
         self._check_whole(*now, reply_bytes)
         size, flops = now[0] - before[0], now[1] - before[1]
         if size > 0 and self._everybody.bytes + size > self._max_bytes:
-            raise Overloaded(self._full("bytes", self._max_bytes))
+            raise Overloaded(self._refused(self._full("bytes", self._max_bytes)))
         if flops > 0 and self._everybody.flops + flops > self._max_flops:
-            raise Overloaded(self._full("flops", self._max_flops))
+            raise Overloaded(self._refused(self._full("flops", self._max_flops)))
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):
             usage.bytes += size
@@ -290,11 +297,9 @@ class Admission:
             raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED, limit="max_flops")
 
     def _full(self, bound: str, limit: float) -> NoRoom:
-        self._stands = True
         return full(bound, limit, self._delay(bound, self._everybody))
 
     def _has_its_share(self, bound: str, limit: float, own: InFlight) -> NoRoom:
-        self._stands = True
         return share_exceeded(bound, limit, self._delay(bound, own, len(self._callers)))
 
     def _delay(self, bound: str, usage: InFlight, callers: int = 1) -> float:
