@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Append
+from attnserve_server.caches.changes import Grow
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.shape import CacheShape
@@ -84,7 +84,7 @@ class World:
         held = Counter(page for model in self.models for layer in range(LAYERS) for page in model.cache.pages(layer))
         for operation in self.operations:
             changes = operation.reservation.changes if operation.reservation.is_open else []
-            held.update(c.copied for _, c in changes if isinstance(c, Append) and c.copied is not None)
+            held.update(c.copied for _, c in changes if isinstance(c, Grow) and c.copied is not None)
         return held
 
     def waiting(self, model: Model) -> list[Operation]:

@@ -28,7 +28,7 @@ class Cut(Change):
 
 
 @dataclass(slots=True, eq=False)
-class Append(Change):
+class Grow(Change):
     """To append `tokens` tokens; and, from its turn on, what is needed to undo that."""
 
     tokens: int
@@ -57,7 +57,7 @@ def foresee(changes: Iterable[Change], length: int, shared: int, per_page: int) 
     taken = most = 0
     pages = -(-length // per_page)
     for change in changes:
-        if isinstance(change, Append):
+        if isinstance(change, Grow):
             if change.tokens and length % per_page and shared == pages:
                 taken, shared = taken + 1, shared - 1
             length += change.tokens

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnserve_server.caches.changes import Append, Change, Foreseen, foresee
+from attnserve_server.caches.changes import Change, Foreseen, Grow, foresee
 from attnserve_server.caches.pool import PageAllocator
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class CacheLayer:
         return self._line[0] is change
 
     def _count(self, change: Change, times: int) -> None:
-        if isinstance(change, Append):
+        if isinstance(change, Grow):
             self._to_append += times * change.tokens
         else:
             self._others += times

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Append, Change
+from attnserve_server.caches.changes import Change, Grow
 from attnserve_server.caches.layer import CacheLayer, Placement
 
 C = TypeVar("C", bound=Change, covariant=True)
@@ -55,7 +55,7 @@ class Reservation(Generic[C]):
                 layer.wait_no_more(change)
 
 
-def place(reservation: Reservation[Append], append_ids: Sequence[int] = ()) -> list[Placement]:
+def place(reservation: Reservation[Grow], append_ids: Sequence[int] = ()) -> list[Placement]:
     """Extends the layers by the tokens of a reservation, and says where these go, layer by layer. The appends have
     these ids, or none.
     """
@@ -69,7 +69,7 @@ def place(reservation: Reservation[Append], append_ids: Sequence[int] = ()) -> l
     return placements
 
 
-def undo(reservation: Reservation[Append]) -> None:
+def undo(reservation: Reservation[Grow]) -> None:
     """Takes back the appends: the layers are as they were before.
 
     Raises ValueError if another operation has changed a layer since.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Append, Change, Cut, Share
+from attnserve_server.caches.changes import Change, Cut, Grow, Share
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import CacheLayer, Placement
 from attnserve_server.caches.pool import PageAllocator
@@ -142,7 +142,7 @@ class CacheStore(Register):
 
     def reserve(
         self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True, source: str = "key"
-    ) -> Reservation[Append]:
+    ) -> Reservation[Grow]:
         """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none. `source`
         is the request's field with the tokens.
 
@@ -154,13 +154,13 @@ class CacheStore(Register):
         the pool could never hold it, and NotFound if a cache is gone.
         """
         caches: set[Cache] = set()
-        wanted: dict[CacheLayer, Append] = {}
+        wanted: dict[CacheLayer, Grow] = {}
         for cache, index, tokens in appends:
             self._require(cache)
             if tokens < 0:
                 raise ValueError(f"{tokens} tokens cannot be appended")
             caches.add(cache)
-            wanted.setdefault(cache.layers[index], Append(0)).tokens += tokens
+            wanted.setdefault(cache.layers[index], Grow(0)).tokens += tokens
         reservation = self._open(caches, list(wanted.items()), source)
         if foreseen:
             # A page promised for a copy is one too many once nobody else holds the original any more.
@@ -188,9 +188,7 @@ class CacheStore(Register):
         reservation.wait()
         return reservation
 
-    def place(
-        self, reservation: Reservation[Append], now: float, append_ids: Sequence[int] = ()
-    ) -> Sequence[Placement]:
+    def place(self, reservation: Reservation[Grow], now: float, append_ids: Sequence[int] = ()) -> Sequence[Placement]:
         """Extends layers by the reserved tokens, at their turn, and says where the tokens go. `append_ids` are the ids
         by which resends of the appends are recognised.
 
@@ -208,7 +206,7 @@ class CacheStore(Register):
         self.tokens += sum(append.tokens for _, append in reservation.changes)
         return placements
 
-    def undo(self, reservation: Reservation[Append]) -> None:
+    def undo(self, reservation: Reservation[Grow]) -> None:
         """Takes back the appends that were placed: the layers are as they were before.
 
         Raises ValueError if another operation has changed them since.
@@ -229,7 +227,7 @@ class CacheStore(Register):
             self._settle(reservation.layers)
         if reservation.placed:
             for _, append in reservation.changes:
-                assert isinstance(append, Append)
+                assert isinstance(append, Grow)
                 if append.copied is not None:
                     self._allocator.release([append.copied])
                 self.counts.appends += append.tokens > 0
@@ -242,7 +240,7 @@ class CacheStore(Register):
             cache.users += 1
         return Reservation(caches, changes, source)
 
-    def _promise(self, reservation: Reservation[Append], now: float) -> None:
+    def _promise(self, reservation: Reservation[Grow], now: float) -> None:
         """Makes sure that all operations waiting for the layers of a reservation are promised the pages they need."""
         changes = reservation.changes
         while True:

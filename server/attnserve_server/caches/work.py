@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Append
+from attnserve_server.caches.changes import Grow
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.store import CacheStore, Placement
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
@@ -80,7 +80,7 @@ class CacheWork:
     lengths: list[int] = field(default_factory=list, init=False)
     placements: Sequence[Placement] = field(default=(), init=False)
     _before: list[int] = field(default_factory=list, init=False)
-    _appends: Reservation[Append] | None = field(default=None, init=False)
+    _appends: Reservation[Grow] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Lists the names of the caches, each once, however many of its layers are used."""

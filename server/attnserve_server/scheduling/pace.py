@@ -46,7 +46,7 @@ MAX_KINDS: Final = 256
 
 
 @dataclass(slots=True)
-class Part:
+class Tally:
     """Work of one kind: the number of requests, their FLOPs together, and those of the largest."""
 
     requests: int
@@ -58,35 +58,35 @@ class Part:
 class Amount:
     """Work, counted by kind."""
 
-    kinds: dict[str, Part] = field(default_factory=dict)
+    kinds: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, kind: str, flops: float) -> None:
         """Counts a request in."""
-        part = self.kinds.get(kind)
-        if part is None:
-            self.kinds[kind] = Part(1, flops, flops)
+        tally = self.kinds.get(kind)
+        if tally is None:
+            self.kinds[kind] = Tally(1, flops, flops)
             return
-        part.requests += 1
-        part.flops += flops
-        if flops > part.largest:
-            part.largest = flops
+        tally.requests += 1
+        tally.flops += flops
+        if flops > tally.largest:
+            tally.largest = flops
 
     def remove(self, kind: str, flops: float) -> None:
         """Counts a request out. `largest` remains that of all requests since there last was none of this kind."""
-        part = self.kinds[kind]
-        if part.requests == 1:
+        tally = self.kinds[kind]
+        if tally.requests == 1:
             del self.kinds[kind]
             return
-        part.requests -= 1
-        part.flops -= flops
+        tally.requests -= 1
+        tally.flops -= flops
 
-    def together(self) -> Part:
+    def together(self) -> Tally:
         """The total, whatever the kinds."""
-        parts = self.kinds.values()
-        if len(parts) == 1:
-            return next(iter(parts))
-        requests, flops = sum(part.requests for part in parts), sum(part.flops for part in parts)
-        return Part(requests, flops, max((part.largest for part in parts), default=0))
+        tallies = self.kinds.values()
+        if len(tallies) == 1:
+            return next(iter(tallies))
+        requests, flops = sum(tally.requests for tally in tallies), sum(tally.flops for tally in tallies)
+        return Tally(requests, flops, max((tally.largest for tally in tallies), default=0))
 
 
 class Rate:
@@ -111,11 +111,11 @@ class Rate:
         """A lower bound for that: a request larger than any that has run takes longer, but how long is unknown."""
         return self.seconds(min(flops, requests * self.largest), requests)
 
-    def learn(self, part: Part, share: float, error: float) -> None:
-        """Learns from a part of a batch, which should have taken that share of its time; `error` is the logarithm of
-        the batch's time divided by what was expected.
+    def learn(self, tally: Tally, share: float, error: float) -> None:
+        """Learns from the work of one kind in a batch, which should have taken that share of its time; `error` is the
+        logarithm of the batch's time divided by what was expected.
         """
-        by_flops, by_requests = part.flops * self.flop_seconds, part.requests * self.request_seconds
+        by_flops, by_requests = tally.flops * self.flop_seconds, tally.requests * self.request_seconds
         flops = by_flops / (by_flops + by_requests)  # how sensitive the time is to each figure
         requests = 1.0 - flops
         flop_gain = flops * self._flop_variance + requests * self._covariance
@@ -125,7 +125,7 @@ class Rate:
         step = (SURPRISE * sqrt(variance) if surprise and error > 0 else error) / variance
         self.flop_seconds = min(max(self.flop_seconds * exp(step * flop_gain), LEAST_SECONDS), MOST_SECONDS)
         self.request_seconds = min(max(self.request_seconds * exp(step * request_gain), LEAST_SECONDS), MOST_SECONDS)
-        self.largest = max(part.largest, self.largest * FORGETTING)
+        self.largest = max(tally.largest, self.largest * FORGETTING)
         if surprise:
             if self._flop_variance < UNKNOWN_FLOP:
                 self._flop_variance *= 1 + DOUBT * flops
@@ -163,16 +163,16 @@ class Pace:
     def seconds(self, amount: Amount) -> float:
         """How long this work should take."""
         seconds = 0.0
-        for kind, part in amount.kinds.items():
-            seconds += self._rates.get(kind, self._all).seconds(part.flops, part.requests)
+        for kind, tally in amount.kinds.items():
+            seconds += self._rates.get(kind, self._all).seconds(tally.flops, tally.requests)
         return seconds
 
     def least_seconds(self, amount: Amount) -> float:
         """The least time that this work takes, as far as is known."""
         seconds = 0.0
-        for kind, part in amount.kinds.items():
+        for kind, tally in amount.kinds.items():
             if (rate := self._rates.get(kind)) is not None:
-                seconds += rate.least_seconds(part.flops, part.requests)
+                seconds += rate.least_seconds(tally.flops, tally.requests)
         return seconds
 
     def least_seconds_of(self, kind: str, flops: float) -> float:
@@ -197,10 +197,10 @@ class Pace:
             return
         expected = self.seconds(batch)
         error = log(max(seconds, LEAST_SECONDS) / expected)
-        for kind, part in batch.kinds.items():
+        for kind, tally in batch.kinds.items():
             rate = self._rates.pop(kind, None) or self._new_rate()
             self._rates[kind] = rate
-            rate.learn(part, rate.seconds(part.flops, part.requests) / expected, error)
+            rate.learn(tally, rate.seconds(tally.flops, tally.requests) / expected, error)
         in_all = self._all.seconds(whole.flops, whole.requests)
         self._all.learn(whole, 1.0, log(max(seconds, LEAST_SECONDS) / in_all))
         self.batches += 1
