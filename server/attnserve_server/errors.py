@@ -58,7 +58,7 @@ def shortened(text: str) -> str:
 class RequestError(Exception):
     """A request that is answered with an error. `reason` is a constant that a program can compare."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    code: ClassVar[grpc.StatusCode]
 
     def __init__(self, message: str, reason: str, **metadata: str) -> None:
         super().__init__(message)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from attnserve._commands.reading import Reading
 
-_ERRORS = ("INTERNAL", "UNKNOWN", "UNAVAILABLE")
+_ERRORS = ("INTERNAL", "UNAVAILABLE")
 _REQUESTS = "attnserve_requests_total"
 _DURATION = "attnserve_request_duration_seconds"
 _PHASES = "attnserve_request_phase_duration_seconds"
@@ -30,7 +30,7 @@ class Operation:
 
     requests: float
     failed: float
-    """Those that the service failed: INTERNAL, UNKNOWN, UNAVAILABLE."""
+    """Those that the service failed: INTERNAL, UNAVAILABLE."""
     p50: float
     p99: float
 

@@ -46,11 +46,9 @@ CODES: Final = (
     "DEADLINE_EXCEEDED",
     "CANCELLED",
     "UNAVAILABLE",
-    "UNIMPLEMENTED",
     "INTERNAL",
-    "UNKNOWN",
 )
-"""How a request can end. A code that is missing here counts as UNKNOWN."""
+"""How a request can end: the codes of all errors, and OK."""
 
 PHASES: Final = ("decode", "queue", "staging", "compute", "encode")
 REJECTIONS: Final = (
@@ -217,16 +215,14 @@ class Metrics:
         """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
         together.
         """
-        count = self._requests.get((operation, code)) or self._requests[operation, "UNKNOWN"]
-        count(requests)
+        self._requests[operation, code](requests)
         self._duration[operation](duration_s, requests)
 
     def stream_failed(self, code: str) -> None:
         """A stream was refused, or ended with an error, with this gRPC status code. It may have lasted for days, and is
         no part of the durations.
         """
-        count = self._requests.get(("attend_stream", code)) or self._requests["attend_stream", "UNKNOWN"]
-        count(1)
+        self._requests["attend_stream", code](1)
 
     def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
         """A request was computed, and its phases took so many seconds; or several, the phases of each taking that."""
