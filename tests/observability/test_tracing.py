@@ -179,11 +179,35 @@ def test_the_server_that_is_shared_traces_nothing(server: Server) -> None:
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_SDK_DISABLED": "true"}, ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "none"}, ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": ""}, "http://a:1"),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+            },
+            "http://a:1",
+        ),
     ],
 )
 def test_opentelemetrys_own_variables_say_where_too(environ: dict[str, str], endpoint: str) -> None:
     assert tracing.endpoint_of(Config(), environ) == endpoint
     assert tracing.endpoint_of(Config(tracing_endpoint="https://c:3"), environ) == "https://c:3"
+
+
+@pytest.mark.parametrize("infix", ["", "_TRACES"])
+def test_a_protocol_that_turns_tracing_off_is_told(infix: str, caplog: pytest.LogCaptureFixture) -> None:
+    from attnserve_server.observability.metrics import Metrics
+
+    protocol = {f"OTEL_EXPORTER_OTLP{infix}_PROTOCOL": "http/protobuf"}
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"} | protocol
+    for unmeant in (protocol, environ | {"OTEL_SDK_DISABLED": "true"}, environ | {"OTEL_TRACES_EXPORTER": "none"}):
+        assert tracing.open_tracing(Config(), unmeant, Metrics("0", "0", "cpu"), "cpu") is None
+    assert caplog.messages == []
+    assert tracing.open_tracing(Config(), environ, Metrics("0", "0", "cpu"), "cpu") is None
+    assert caplog.messages == [
+        f"tracing is off: OTEL_EXPORTER_OTLP{infix}_PROTOCOL is http/protobuf, and spans are sent by gRPC only"
+    ]
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://user:secret@collector:4317", "ftp://c:1"])

@@ -43,8 +43,8 @@ FLUSH_S: Final = 2.0
 MAX_STATE: Final = 1024
 """A longer tracestate is left out: the caller chooses its length, and the event loop would parse it."""
 
-_FAULTS: Final = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
-"""The codes that make a server's span an error, by OpenTelemetry's conventions for RPCs."""
+_FAULTS: Final = frozenset(("DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE"))
+"""The codes of ours that make a server's span an error, by OpenTelemetry's conventions for RPCs."""
 
 
 class TraceParent(NamedTuple):
@@ -234,12 +234,22 @@ def endpoint_of(config: Config, environ: Mapping[str, str]) -> str:
     """Where spans are sent: as configured, or else as OpenTelemetry's own environment variables say; "" for nowhere."""
     if config.tracing_endpoint:
         return config.tracing_endpoint
+    return _endpoint_in(environ) if _other_protocol_in(environ) is None else ""
+
+
+def _endpoint_in(environ: Mapping[str, str]) -> str:
+    """The endpoint that OpenTelemetry's variables name, for whichever protocol; "" if they turn tracing off."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return ""
-    for infix in ("_TRACES", ""):
-        if environ.get(f"OTEL_EXPORTER_OTLP{infix}_PROTOCOL", "grpc") != "grpc":
-            return ""  # it is meant for exporters that speak HTTP
     return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or ""
+
+
+def _other_protocol_in(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """OpenTelemetry's variable that says for which protocol the endpoint is, and what it says, if that is not gRPC."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := environ.get(name):
+            return None if protocol == "grpc" else (name, protocol)
+    return None
 
 
 def shown(endpoint: str) -> str:
@@ -252,6 +262,8 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
     """The tracing; None if it is off. Raises StartError if it is configured and OpenTelemetry is not installed."""
     endpoint = endpoint_of(config, environ)
     if not endpoint:
+        if _endpoint_in(environ) and (other := _other_protocol_in(environ)) is not None:
+            logger.warning("tracing is off: %s is %s, and spans are sent by gRPC only", *other)
         return None
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
