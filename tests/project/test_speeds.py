@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, speeds
+from benchmarks import kernels, report, speeds
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
+def performance() -> str:
+    return (ROOT / "docs" / "performance.md").read_text("utf-8")
+
+
+@cache
 def figures() -> str:
     """The generated part of docs/performance.md."""
-    return between((ROOT / "docs" / "performance.md").read_text("utf-8"), report.BEGIN, report.END)
+    return between(performance(), report.BEGIN, report.END)
 
 
 @cache
@@ -60,6 +65,21 @@ def test_one_call_takes_what_the_run_found() -> None:
     found = sorted(int(row("S1", way)[3]) for way in ways)
     said = f"{row('S1', 'torch in process')[3]} µs there, and {found[0]} to {found[-1]} µs here."
     assert said in " ".join(readme().split())
+
+
+def test_the_native_kernel_is_as_fast_as_its_table_says() -> None:
+    """With AVX-512; with AVX2 only, as is said of the machine that has no more."""
+    table = between(performance(), kernels.BEGIN, kernels.END).splitlines()
+    head, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")]
+    assert (head[1], head[-1]) == ("native, AVX-512: µs", "torch / native")
+    ratios = [float(line[-1]) for line in lines if not line[-1].startswith("---")]
+    assert len(ratios) == len(kernels.LENGTHS) + len(kernels.STEPS)
+    said = " ".join(readme().split())
+    assert f"with AVX-512 it computes attention {min(ratios):.1f} to {max(ratios):.1f} times as fast as torch's" in said
+    elsewhere = " ".join(performance().split())
+    found = re.search(r"([\d.]+) \(16 tokens\) to ([\d.]+) times \(1 query, 8 192 keys\) as fast as torch's", elsewhere)
+    assert found is not None
+    assert f"only AVX2 {found[1]} to {found[2]} times" in said
 
 
 @pytest.mark.parametrize(
