@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -59,6 +60,43 @@ def rows() -> Iterator[Row]:
             yield Row(str((ROOT / path).resolve().relative_to(ROOT)), torch)
 
 
+def steps() -> Iterator[str]:
+    """The names in the column `where` of the table of a request's steps that are of something in a module."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text[text.index("| | where |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        where = line.split("|")[2]
+        yield from (name for name in re.findall(r"`([\w/.]+)`", where) if "." in name)
+
+
+def is_there(name: str) -> bool:
+    """Whether a module has what it is said to have: `folder/module.name` or `folder/module.Class.name`, the folder left
+    out where it goes without saying. A method may stand without its class, and a class without its module.
+    """
+    folder, _, dotted = name.rpartition("/")
+    first, *path = dotted.split(".")
+    if first[0].isupper():
+        path = [first, *path]
+        candidates = [found for found, file in modules().items() if f"class {first}" in file.read_text("utf-8")]
+    else:
+        ending = ".".join(("", *filter(None, folder.split("/")), first))
+        candidates = [found for found in modules() if f".{found}".endswith(ending)]
+    for found in candidates:
+        module = importlib.import_module(found)
+        own = [each for each in vars(module).values() if getattr(each, "__module__", None) == found]
+        for holder in (module, *(each for each in own if isinstance(each, type))):
+            if _has(holder, path):
+                return True
+    return False
+
+
+def _has(holder: object, path: list[str]) -> bool:
+    nothing = object()
+    for name in path:
+        holder = getattr(holder, name, nothing)
+    return holder is not nothing
+
+
 def rooms(package: str) -> list[str]:
     """The folders of a package, in the document's order: none imports one above it."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
@@ -96,6 +134,18 @@ def test_every_module_has_its_row_and_every_row_its_module() -> None:
     there = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
     there |= {str(path.relative_to(ROOT)) for path in (ROOT / "server").rglob("*.h")}
     assert there - set(named) == set()
+
+
+def test_every_step_of_a_request_is_where_it_is_said_to_be() -> None:
+    named = list(steps())
+    assert len(named) > 20
+    assert [name for name in named if not is_there(name)] == []
+
+
+@pytest.mark.parametrize("name", ["_requests/attend.no", "attend.AttendCall.no", "rpc/attend.AttendCall", "Request.no"])
+def test_a_step_that_is_nowhere_is_found_out(name: str) -> None:
+    assert is_there("_requests/attend.AttendCall.result")
+    assert not is_there(name)
 
 
 def test_only_what_computes_imports_torch() -> None:

@@ -1,4 +1,4 @@
-"""Merges results over disjoint keys into one, by their log-sum-exps (contract, section 4)."""
+"""Merges results over disjoint keys into one, by their log-sum-exps."""
 
 from __future__ import annotations
 

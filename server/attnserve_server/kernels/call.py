@@ -1,7 +1,7 @@
 """One call of a kernel: sequences of equal lengths on one device, in torch tensors; and its result.
 
 N sequences (of one request or of several), Hq query heads, Hk key/value heads, Lq queries, S keys, D, Dk and Dv the
-widths of queries, keys and values. Heads come first. Section numbers are those of the contract in the proto comments.
+widths of queries, keys and values. Heads come first.
 """
 
 from __future__ import annotations
