@@ -244,3 +244,6 @@ def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Se
         for stream in (streams[1], other, another):
             stream.half_close()
             stream.rest()
+    assert server.stop() == 0
+    (line,) = (line for line in server.stderr().splitlines() if "reason=TOO_MANY_STREAMS" in line)
+    assert "operation=attend_stream" in line

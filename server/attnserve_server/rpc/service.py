@@ -25,7 +25,7 @@ from attnserve_server.rpc.calls import Read
 from attnserve_server.rpc.fast_path import Answered, FastPath
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Context, Handler, Received, Rpcs, when_sent
-from attnserve_server.rpc.stream import CallStream, Streams
+from attnserve_server.rpc.stream import ATTENDED, CallStream, Streams
 from attnserve_server.rpc.stream_life import StreamLife
 from attnserve_server.scheduling.entry import Entry, Held, Outcome, StillHeld
 
@@ -158,7 +158,7 @@ class AttentionService:
             error = error_for_caller(raised)
             if not isinstance(error, CallerChanged):  # which fails no call
                 self._metrics.stream_failed(error.code.name)
-            await self._rpcs.refuse(context, "stream", error, caller)
+            await self._rpcs.refuse(context, ATTENDED, error, caller)
         finally:
             self._metrics.stream_closed()
 

@@ -49,7 +49,7 @@ MAX_TURN_SECONDS: Final = 0.005
 """About how long the calls of one message are read before the loop turns to others' messages and replies."""
 
 ATTENDED: Final = LABELS["attend"]
-"""The metrics' name for calls that the fast path answers."""
+"""What the metrics and the log call the calls that the fast path answers, and a stream that is refused."""
 
 
 @dataclass(frozen=True, slots=True)
