@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore, Placement
 
@@ -13,6 +14,11 @@ PAGE_BYTES = 256
 
 def store_of(pages: int, max_caches: int = 100) -> CacheStore:
     return CacheStore(pages * PAGE_BYTES, PAGE_BYTES, max_caches)
+
+
+def extents_of(free: FreeExtents) -> list[range]:
+    """The extents of free pages, in the order of their pages."""
+    return [range(*bounds) for bounds in sorted(free._ends.items())]
 
 
 def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: float = 0.0) -> Placement:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import extents_of
 
 from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.pool import PageAllocator
@@ -49,7 +50,7 @@ def test_pages_come_from_the_longest_extents_when_none_is_long_enough() -> None:
     allocator = PageAllocator(12)
     pages = taken(allocator, 12)
     allocator.release([1, 2, 5, 6, 7, 10])
-    assert [*allocator.free_extents()] == [range(1, 3), range(5, 8), range(10, 11)]
+    assert extents_of(allocator._extents) == [range(1, 3), range(5, 8), range(10, 11)]
     assert taken(allocator, 6) == [5, 6, 7, 1, 2, 10]
     assert len(pages) == 12
     assert allocator.free == 0
@@ -64,8 +65,8 @@ def test_a_page_is_free_when_its_last_holder_has_let_go() -> None:
     allocator.release(pages)
     assert (allocator.used, allocator.saved, allocator.free) == (2, 0, 2)
     allocator.release(pages[:2])
-    assert allocator.free_extents() == [range(4)]
-    assert not allocator.holders().any()
+    assert extents_of(allocator._extents) == [range(4)]
+    assert not allocator._holders.any()
 
 
 def test_what_is_promised_is_not_promised_again() -> None:
@@ -103,7 +104,7 @@ def test_extents_are_what_a_set_of_free_pages_says(steps: list[tuple[bool, int, 
             assert free.issuperset(pages)
             free.difference_update(pages)
             held.extend(pages)
-        assert [*extents] == runs(free)
+        assert extents_of(extents) == runs(free)
         assert extents.pages == len(free)
         assert all(extents.beginning_at(run.start) == run for run in runs(free))
         assert not any(extents.beginning_at(page) for page in held)

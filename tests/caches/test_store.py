@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import FrameType
 
 import pytest
-from stores import PAGE_BYTES, SHAPE, append, store_of
+from stores import PAGE_BYTES, SHAPE, append, extents_of, store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
@@ -323,7 +323,7 @@ def test_the_pages_of_all_layers_are_counted_and_released_together() -> None:
     few, many = (calls_of(lambda cache=cache: store.delete(cache)) for cache in caches)
     assert many - few <= 15 * 100, "what finding and joining free extents takes"
     assert (store.free_pages, store.tokens) == (400, 0)
-    assert [*store._allocator.free_extents()] == [range(400)]
+    assert extents_of(store._allocator._extents) == [range(400)]
 
 
 def test_leases_that_are_over_are_forgotten() -> None:

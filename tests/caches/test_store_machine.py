@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from modelled import LAYERS, NOBODYS, PAGE_BYTES, PAGE_TOKENS, PAGES, SHAPE, Model, Operation, World
+from stores import extents_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
@@ -341,8 +342,8 @@ class StoreMachine(World, RuleBasedStateMachine):
     def every_page_is_accounted_for(self) -> None:
         held = self.holders()
         allocator = self.store._allocator
-        assert [held[page] for page in range(PAGES)] == allocator.holders().tolist()
-        assert {page for extent in allocator.free_extents() for page in extent} == set(range(PAGES)) - set(held)
+        assert [held[page] for page in range(PAGES)] == allocator._holders.tolist()
+        assert {page for extent in extents_of(allocator._extents) for page in extent} == set(range(PAGES)) - set(held)
         assert self.store.free_pages + self.store.used_bytes // PAGE_BYTES == PAGES
         promised = sum(layer.promised for model in self.models for layer in model.cache.layers)
         assert promised == self.store.reserved_pages <= self.store.free_pages

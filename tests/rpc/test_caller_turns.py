@@ -47,7 +47,7 @@ async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() ->
     other()
     (await take("b", 2))()
     await asyncio.sleep(0)
-    assert not turns.callers, "nothing is kept of those who wait for nothing"
+    assert not turns._waiting, "nothing is kept of those who wait for nothing"
 
 
 async def test_one_that_leaves_as_the_turn_before_ends() -> None:
@@ -60,7 +60,7 @@ async def test_one_that_leaves_as_the_turn_before_ends() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]
     (await waiting[1])()
-    assert not turns.callers
+    assert not turns._waiting
 
 
 async def test_few_wait_and_those_who_leave_make_room() -> None:
@@ -81,7 +81,7 @@ async def test_few_wait_and_those_who_leave_make_room() -> None:
     end()
     for task in waiting[10:]:
         (await task)()
-    assert not turns.callers
+    assert not turns._waiting
 
 
 async def test_a_caller_who_does_not_read_a_reply_waits_for_the_next() -> None:

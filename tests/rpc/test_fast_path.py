@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engine_bench import Bench, HeldDevice, torch_threads
 from layouts import learn
+from stepping import Stepping
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import ALL_ROLES, Caller
@@ -43,9 +44,15 @@ class Path:
     def __init__(self, device: CpuDevice, **limits: Any) -> None:
         native = library.best()
         assert native is not None
+        self.device = device
         self.bench = Bench(device, **limits)
         self.messages = Messages(native, lambda effort: None)
-        self.path = FastPath(self.bench.engine, self.bench.metrics, self.messages, 64, 1 << 20)
+        self.path = self.of_at_most(1 << 20)
+
+    def of_at_most(self, reply_bytes: int) -> FastPath:
+        """A fast path to the engine, whose replies are no longer than that."""
+        caches = Stepping(self.device, self.messages).fast_path
+        return FastPath(self.bench.engine, self.bench.metrics, self.messages, 64, reply_bytes, caches)
 
     def answer(self, message: bytes, in_flight: tuple[int, ...] = ()) -> Answered | None:
         found = self.path.answer_message(CALLER, message, perf_counter(), in_flight)
@@ -224,7 +231,7 @@ async def test_more_than_is_computed_on_the_loop_goes_the_other_way(device: CpuD
 async def test_larger_answers_than_a_reply_may_be_go_the_other_way(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(1)
     path.learn(request)
-    narrow = FastPath(path.bench.engine, path.bench.metrics, path.messages, 64, messages.read(request).reply_bytes - 1)
+    narrow = path.of_at_most(messages.read(request).reply_bytes - 1)
     message = message_of(request)
     assert isinstance(narrow.answer_message(CALLER, message, perf_counter(), ()), Declined)
     assert len(path.replies(path.answer(message))) == 1

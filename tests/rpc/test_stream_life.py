@@ -56,7 +56,7 @@ def test_the_sdk_goes_from_stream_to_stream_and_sends_nothing_twice(start_server
     query = np.ones((2, 4, 8), np.float32)
     with Client(server.address, retries=0) as client:  # so that a call that was not read would fail
         streams = client._calls.servers.connection().stream()._multiplexer
-        while streams.opened_so_far < 4:
+        while streams._last_stream < 4:
             for future in [client.submit(query, query, query) for _ in range(8)]:
                 assert future.result(timeout=calls.PATIENCE_S).output.shape == query.shape
 

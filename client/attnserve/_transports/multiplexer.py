@@ -93,11 +93,6 @@ class Multiplexer(Generic[T]):
         return len(self._calls)
 
     @property
-    def opened_so_far(self) -> int:
-        """How many streams have been opened so far."""
-        return self._last_stream
-
-    @property
     def holds(self) -> bool:
         """Whether calls wait here until the server has room."""
         return bool(self._waiting.held)

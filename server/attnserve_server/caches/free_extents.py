@@ -7,7 +7,6 @@ of extents, however long they are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 
 class FreeExtents:
@@ -22,10 +21,6 @@ class FreeExtents:
         self.pages = 0
         if pages:
             self.add(0, pages)
-
-    def __iter__(self) -> Iterator[range]:
-        """The extents, in the order of their pages."""
-        return (range(start, self._ends[start]) for start in sorted(self._ends))
 
     def add(self, start: int, end: int) -> None:
         """Adds pages from `start` up to `end`, which have become free."""

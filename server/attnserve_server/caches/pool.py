@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnserve_server.caches.free_extents import FreeExtents
 
@@ -118,11 +117,3 @@ class PageAllocator:
     def shared(self, pages: Sequence[int]) -> int:
         """How many of these pages have other holders too."""
         return int(np.count_nonzero(self._holders[np.asarray(pages)] > 1))
-
-    def holders(self) -> NDArray[np.int32]:
-        """How many holders each page has."""
-        return self._holders.copy()
-
-    def free_extents(self) -> list[range]:
-        """The free pages, as extents of adjacent ones."""
-        return list(self._extents)

@@ -211,14 +211,9 @@ def sinks_of(tensors: Mapping[str, TensorSpec], payloads: Sequence[memoryview]) 
     return in_range(raw.view(TORCH[spec.dtype]), torch.float32).numpy()
 
 
-def heads_first(
-    elements: torch.Tensor, shape: tuple[int, ...], length_first: bool, start: int = 0, count: int = 1
-) -> torch.Tensor:
-    """[N, H, L, D], packed, from a block of elements that holds `count` tensors of a shape, of rank 2 to 4 and in some
-    layout, end to end from element `start` on.
-    """
-    axes, strides = arranged(shape, length_first, count)
-    tensor = elements.as_strided(axes, strides, start)
+def heads_first(elements: torch.Tensor, shape: tuple[int, ...], length_first: bool) -> torch.Tensor:
+    """[N, H, L, D], packed, from the elements of a tensor of rank 2 to 4, in some layout."""
+    tensor = elements.as_strided(*arranged(shape, length_first, 1))
     return tensor.contiguous() if length_first else tensor
 
 

@@ -30,11 +30,6 @@ class CallerTurns:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
         """Of each caller that has a turn: its calls that wait for the next one."""
 
-    @property
-    def callers(self) -> int:
-        """How many callers have a turn."""
-        return len(self._waiting)
-
     async def take(self, caller: Hashable) -> Callable[[], None]:
         """Waits for a turn; returns what ends it, to be called once. Raises Overloaded if too many wait."""
         waiting = self._waiting.get(caller)

@@ -13,14 +13,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnserve_server.caches.request import CachedRequest
-from attnserve_server.native.layouts import Layout, layout_of
+from attnserve_server.native.layouts import layout_of
 from attnserve_server.native.library import NAME
 from attnserve_server.requests.request import Request
 from attnserve_server.scheduling.watchdog import SLOWEST_FLOPS
 
 if TYPE_CHECKING:
     from attnserve_server.access.callers import Caller
-    from attnserve_server.caches.fast_path import CacheFastPath, Turn
+    from attnserve_server.caches.fast_path import CacheFastPath
     from attnserve_server.native.messages import Asked, Messages
     from attnserve_server.observability.metrics import Metrics
     from attnserve_server.requests.work import Work
@@ -66,7 +66,7 @@ class FastPath:
         messages: Messages,
         max_requests: int,
         max_reply_bytes: int,
-        caches: CacheFastPath | None = None,
+        caches: CacheFastPath,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -118,7 +118,7 @@ class FastPath:
         begin = staged = perf_counter()
         calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each; more for several caches
         if asked.cached:
-            turn = self._turn(caller, asked, message)
+            turn = self._caches.begin(caller.name, asked, message, self._max_cost)
             if turn is None:
                 return _ORDINARY
             calls += sum(len(request.uses) - 1 for request in turn.requests)
@@ -140,10 +140,6 @@ class FastPath:
         self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
         self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)
         return Answered(answer, caller.share, requests, size, asked.tokens, flops)
-
-    def _turn(self, caller: Caller, asked: Asked, message: bytes) -> Turn | None:
-        """The turn of a message's requests to caches, if they can have it now."""
-        return None if self._caches is None else self._caches.begin(caller.name, asked, message, self._max_cost)
 
     def learn_from(self, request: Work, message: bytes, begin: int) -> None:
         """Takes note of a request that went the ordinary way; `begin` is where it begins in the message. When one like
@@ -167,19 +163,13 @@ class FastPath:
 
     def _key_of(self, request: Request | CachedRequest) -> Hashable:
         """What requests of the same layout have in common."""
-        if isinstance(request, Request):
-            return request.problem
-        return None if self._caches is None else self._caches.key_of(request)
+        return request.problem if isinstance(request, Request) else self._caches.key_of(request)
 
     def _learn(self, key: Hashable, request: Request | CachedRequest, message: bytes, begin: int) -> bool:
         """Learns the layout of requests like this one, if they suit the native library; returns whether they do."""
         if request.cost > self._max_cost or request.payloads.buffer is not message:
             return False
-        layout: Layout | None = None
-        if isinstance(request, Request):
-            layout = layout_of(request)
-        elif self._caches is not None:
-            layout = self._caches.layout_of(request)
+        layout = layout_of(request) if isinstance(request, Request) else self._caches.layout_of(request)
         return layout is not None and self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)
 
 
