@@ -87,16 +87,16 @@ class Server:
         self._services = Services(
             config,
             Parts(
-                self.device,
-                self.engine,
-                self.registry,
-                self.caches,
-                self.limits,
-                access,
-                self.health,
-                self.metrics,
-                self._refusals,
-                self.tracing,
+                device=self.device,
+                engine=self.engine,
+                registry=self.registry,
+                caches=self.caches,
+                limits=self.limits,
+                access=access,
+                health=self.health,
+                metrics=self.metrics,
+                refusals=self._refusals,
+                tracing=self.tracing,
             ),
         )
         self._http = HttpServer(

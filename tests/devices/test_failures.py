@@ -61,7 +61,15 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     readers = {"attend": read_attention, "apply": read_badly}
     metrics = Metrics("0", "0", "cpu")
     rpcs = Rpcs(Callers(), metrics)
-    streams = Streams(engine, metrics, readers, rpcs.callers, 64, 64, rpcs.endings)
+    streams = Streams(
+        engine=engine,
+        metrics=metrics,
+        readers=readers,
+        callers=rpcs.callers,
+        max_message_calls=64,
+        max_unanswered=64,
+        endings=rpcs.endings,
+    )
     service = AttentionService(streams, rpcs, b"")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
@@ -128,7 +136,15 @@ async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine
     context: Any = LeftContext(request)
     readers = {"attend": read_attention}
     metrics = Metrics("0", "0", "cpu")
-    streams = Streams(engine, metrics, readers, Callers(), 64, 64, Endings(metrics))
+    streams = Streams(
+        engine=engine,
+        metrics=metrics,
+        readers=readers,
+        callers=Callers(),
+        max_message_calls=64,
+        max_unanswered=64,
+        endings=Endings(metrics),
+    )
     stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):
         await stream.serve()

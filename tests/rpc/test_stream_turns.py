@@ -65,13 +65,13 @@ class Reading:
         many = [calls.call(number, request) for number in range(CALLS)]
         self.context: Any = ListedContext(pb.AttendStreamRequest(calls=many))
         streams = Streams(
-            self.bench.engine,
-            self.bench.metrics,
-            {"attend": self._read},
-            Callers(),
-            CALLS,
-            10 * CALLS,
-            Endings(self.bench.metrics),
+            engine=self.bench.engine,
+            metrics=self.bench.metrics,
+            readers={"attend": self._read},
+            callers=Callers(),
+            max_message_calls=CALLS,
+            max_unanswered=10 * CALLS,
+            endings=Endings(self.bench.metrics),
         )
         self.stream = CallStream(streams, anybody("here"), self.context)
 

@@ -90,7 +90,15 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE))
     rpcs = Rpcs(Callers(), bench.metrics)
-    streams = Streams(bench.engine, bench.metrics, {}, rpcs.callers, 64, 64, rpcs.endings)
+    streams = Streams(
+        engine=bench.engine,
+        metrics=bench.metrics,
+        readers={},
+        callers=rpcs.callers,
+        max_message_calls=64,
+        max_unanswered=64,
+        endings=rpcs.endings,
+    )
     service = AttentionService(streams, rpcs, b"")
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(

@@ -63,7 +63,7 @@ STREAM_SHARE: Final = 4
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the services of a server give access to."""
 
@@ -96,19 +96,19 @@ class Services:
         if config.max_unread_time:
             unread = UnreadReplies(config.max_unread_time, callers, endings)
         streams = Streams(
-            engine,
-            metrics,
-            {
+            engine=engine,
+            metrics=metrics,
+            readers={
                 "attend": partial(read_attend, parts.caches, limits=parts.limits),
                 "apply": partial(read_apply, parts.caches, parts.registry, limits=parts.limits),
             },
-            callers,
-            config.max_message_calls,
-            max(1, config.max_requests // STREAM_SHARE),
-            endings,
-            parts.tracing,
-            _fast_path(config, parts),
-            unread,
+            callers=callers,
+            max_message_calls=config.max_message_calls,
+            max_unanswered=max(1, config.max_requests // STREAM_SHARE),
+            endings=endings,
+            tracing=parts.tracing,
+            fast_path=_fast_path(config, parts),
+            unread=unread,
         )
         info = server_info(config, parts.device, parts.limits, parts.caches.store.pool_bytes).SerializeToString()
         self._attention = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)

@@ -52,7 +52,7 @@ ATTENDED: Final = LABELS["attend"]
 """What the metrics and the log call the calls that the fast path answers, and a stream that is refused."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
     """What all streams of one service have in common."""
 
