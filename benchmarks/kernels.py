@@ -21,8 +21,8 @@ import torch
 from attnserve_server.kernels import AttentionCall, blocked_cpu, flash_cpu
 from attnserve_server.native.calls import attend_all
 from attnserve_server.native.library import Library, available
+from benchmarks.document import with_text
 from benchmarks.machine import cpu_model, load_average
-from benchmarks.report import with_report
 
 LENGTHS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 """Lengths of causal attentions with 8 heads of 64."""
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = f"{cpu_model()}, one core; torch {torch.__version__}; load average {load:.2f} before.\n\n{table()}"
     print(text)
     if document is not None:
-        document.write_text(with_report(document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+        document.write_text(with_text(document.read_text("utf-8"), text, BEGIN, END), "utf-8")
 
 
 if __name__ == "__main__":

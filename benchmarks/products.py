@@ -21,8 +21,8 @@ from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.layers.product import is_native, packs, product_of
 from attnserve_server.native.library import best
 from attnserve_server.native.products import Products
+from benchmarks.document import with_text
 from benchmarks.machine import cpu_model, load_average
-from benchmarks.report import with_report
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS: Final = ((512, 512), (512, 1536), (384, 1536), (2048, 2048))
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(text)
     if options.document is not None:
-        options.document.write_text(with_report(options.document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+        options.document.write_text(with_text(options.document.read_text("utf-8"), text, BEGIN, END), "utf-8")
 
 
 def _name(dtype: torch.dtype) -> str:

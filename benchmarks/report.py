@@ -1,7 +1,5 @@
 """`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md and the README,
 and as a plot.
-
-The documents are written by hand but for what stands between their markers, which is written anew.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from rich.table import Table
 
 from benchmarks import speeds, table
 from benchmarks.__main__ import DEFAULT_JSON
+from benchmarks.document import with_text
 from benchmarks.goals import TRANSPORT, goals
 from benchmarks.measure import IN_PROCESS, SERVICE
 from benchmarks.plot import plot
@@ -66,15 +65,6 @@ def brief(result: Result) -> str:
     """The part that is shown for other machines: how it was made, one line per workload, and the goals."""
     reached = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, reached)))
-
-
-def with_report(document: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """A document with a text between its markers. ValueError if it lacks the markers."""
-    before, found_begin, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def image(document: Path, picture: Path) -> str:
@@ -184,14 +174,14 @@ def main() -> None:
     result = Result.read(options.json)
     if options.elsewhere:
         markers = (marker.format(options.elsewhere) for marker in (BEGIN_ELSEWHERE, END_ELSEWHERE))
-        document = with_report(options.document.read_text("utf-8"), brief(result), *markers)
+        document = with_text(options.document.read_text("utf-8"), brief(result), *markers)
         options.document.write_text(document, "utf-8")
         return
     plot(result, options.plot)
     text = f"{image(options.document, options.plot)}\n\n{report(result)}"
-    options.document.write_text(with_report(options.document.read_text("utf-8"), text), "utf-8")
-    readme = with_report(options.readme.read_text("utf-8"), speeds.speeds(result), speeds.BEGIN, speeds.END)
-    readme = with_report(readme, image(options.readme, options.plot), BEGIN_PLOT, END_PLOT)
+    options.document.write_text(with_text(options.document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+    readme = with_text(options.readme.read_text("utf-8"), speeds.speeds(result), speeds.BEGIN, speeds.END)
+    readme = with_text(readme, image(options.readme, options.plot), BEGIN_PLOT, END_PLOT)
     options.readme.write_text(readme, "utf-8")
 
 

@@ -18,7 +18,8 @@ from typing import Final
 from benchmarks import machine
 from benchmarks.chaos.experiments import NAMES, experiment
 from benchmarks.chaos.outcome import Outcome, Result, exactly
-from benchmarks.chaos.report import DOCUMENT, report, table, with_kept, with_report
+from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept
+from benchmarks.document import with_text
 
 DEFAULT_JSON: Final = Path("bench-results/chaos.json")
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result.write(chosen.json)
         if chosen.document is not None:
             document = chosen.document.read_text("utf-8")
-            chosen.document.write_text(with_report(document, with_kept(document, report(result))), "utf-8")
+            chosen.document.write_text(with_text(document, with_kept(document, report(result)), BEGIN, END), "utf-8")
     return 0 if all(outcome.kept for outcome in made.values()) else 1
 
 

@@ -1,7 +1,4 @@
-"""What the experiments found, from their JSON file into docs/reliability.md.
-
-The document is written by hand but for what stands between its markers, which is written anew.
-"""
+"""What the experiments found, from their JSON file into docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -66,12 +63,3 @@ def _sections(text: str) -> dict[str, str]:
     """What follows each heading, by its first line."""
     found = f"\n\n{text.strip()}".split(SECTION)[1:]
     return {each.partition("\n")[0]: each for each in found}
-
-
-def with_report(document: str, text: str) -> str:
-    """A document with a text between its markers. ValueError if it has no such place."""
-    before, found_begin, rest = document.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found_begin or not found_end:
-        raise ValueError(f"no {BEGIN} followed by {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"

@@ -26,6 +26,7 @@ from benchmarks import speeds, table
 from benchmarks.__main__ import options
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
+from benchmarks.document import with_text
 from benchmarks.loads import LOADS, in_process
 from benchmarks.measure import (
     IN_PROCESS,
@@ -47,7 +48,6 @@ from benchmarks.report import (
     brief,
     image,
     report,
-    with_report,
 )
 from benchmarks.results import FIGURES, OPEN_FIGURES, Result, WorkloadResult
 from benchmarks.servers import Running
@@ -184,11 +184,11 @@ def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Pat
     shown = f"{BEGIN_PLOT}\n{image(readme, picture)}\n{END_PLOT}"
     assert readme.read_text() == f"{speeds.BEGIN}\n{found}\n{speeds.END}\n{shown}\n"
     assert written == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
-    assert with_report(written, text) == written
+    assert with_text(written, text, BEGIN, END) == written
     assert max(map(len, written.splitlines())) <= table.WIDTH
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="followed by"):
-        with_report(f"{END} {BEGIN}", "text")
+        with_text(f"{END} {BEGIN}", "text", BEGIN, END)
 
 
 def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_path: Path) -> None:

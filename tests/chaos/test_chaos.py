@@ -12,7 +12,8 @@ from benchmarks.chaos import device, drain, kill, rolling
 from benchmarks.chaos.__main__ import DEFAULT_JSON, main, make, options, together
 from benchmarks.chaos.experiments import NAMES, OVERLOADS
 from benchmarks.chaos.outcome import Figure, Outcome, Result, exactly
-from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept, with_report
+from benchmarks.chaos.report import BEGIN, DOCUMENT, END, report, table, with_kept
+from benchmarks.document import with_text
 
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "python": "3", "torch": "2", "grpcio": "1"}
@@ -68,10 +69,8 @@ def test_what_was_found_is_written_read_and_reported(tmp_path: Path) -> None:
     on_this, on_another = text.split("\n### kill\n")
     assert on_this.startswith("### drain\n")
     assert ("On a CPU, 2 cores" in on_this, "On another CPU, 2 cores" in on_another) == (True, True)
-    document = (ROOT / DOCUMENT).read_text("utf-8")
-    assert with_report(with_report(document, text), "nothing") == with_report(document, "nothing")
-    with pytest.raises(ValueError, match="followed by"):
-        with_report(f"{END}{BEGIN}", text)
+    document = with_text((ROOT / DOCUMENT).read_text("utf-8"), "nothing", BEGIN, END)
+    assert with_text(with_text(document, text, BEGIN, END), "nothing", BEGIN, END) == document
 
 
 def test_figures_of_other_experiments_stay_in_a_document() -> None:
@@ -79,8 +78,8 @@ def test_figures_of_other_experiments_stay_in_a_document() -> None:
     document = f"by hand\n{BEGIN}\n### drain\n\nold\n\n### kill\n\nkept\n{END}\nby hand"
     text = with_kept(document, "### soak\n\nnew\n\n### drain\n\nnewer")
     assert text == "### drain\n\nnewer\n\n### kill\n\nkept\n\n### soak\n\nnew"
-    again = with_report(document, text)
-    assert with_report(again, with_kept(again, text)) == again
+    again = with_text(document, text, BEGIN, END)
+    assert with_text(again, with_kept(again, text), BEGIN, END) == again
 
 
 def test_what_was_made_earlier_stays_unless_it_is_made_again() -> None:
