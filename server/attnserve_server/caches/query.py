@@ -24,7 +24,6 @@ from attnserve_server.kernels import (
     AttentionCall,
     AttentionResult,
     GeneralScore,
-    Scores,
     excluded_score,
     part_of,
 )
@@ -32,6 +31,7 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.math import needs_float64, stay_in_float32
+from attnserve_server.requests.options import ScoreStage
 
 FEW_QUERIES: Final = 16
 """More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
@@ -62,7 +62,7 @@ class CacheQuery:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     return_lse: bool = False
-    return_scores: Scores | None = None
+    return_scores: ScoreStage | None = None
     kv_length: int | None = None
 
 

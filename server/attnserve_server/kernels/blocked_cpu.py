@@ -27,6 +27,7 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, exclusion, nothing_to_attend
 from attnserve_server.kernels.blocks import KEY_GRID, Block, plan
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.fused import is_fusable
 
 NAME = "cpu_blocked"
 
@@ -67,10 +68,8 @@ def applies(call: AttentionCall) -> bool:
         and max(query.shape[3], call.value.shape[3]) <= MAX_WIDTH
         and query.dtype == torch.float32
         and query.device.type == "cpu"
-        and call.score is None
-        and call.softcap <= 0
+        and is_fusable(call)
         and call.alibi_slopes is None
-        and call.return_scores is None
         and 1 / MAX_SCALE <= abs(call.scale) <= MAX_SCALE
     )
 

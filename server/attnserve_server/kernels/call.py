@@ -7,11 +7,12 @@ widths of queries, keys and values. Heads come first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
-Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
+if TYPE_CHECKING:
+    from attnserve_server.requests.options import ScoreStage
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,7 +20,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def excluded_score(stage: Scores | None) -> float:
+def excluded_score(stage: ScoreStage | None) -> float:
     """What scores of that stage are for a key that is excluded."""
     return 0.0 if stage == "weights" else -torch.inf
 
@@ -68,7 +69,7 @@ class AttentionCall:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     return_lse: bool = False
-    return_scores: Scores | None = None
+    return_scores: ScoreStage | None = None
     finite: bool = False
 
     @property
