@@ -167,7 +167,8 @@ def _attend(
         query, *states = _alike(batch, query, *resident.take(kv_length))
     # Keys and values are most of what is sent. From a projection they come with the length first, from a cache with
     # the heads first; sent as they are, they need not be copied.
-    length_first = any(not key.is_contiguous() and key.transpose(1, 2).is_contiguous() for key in states[:1])
+    first = states[0] if states else None
+    length_first = first is not None and not first.is_contiguous() and first.transpose(1, 2).is_contiguous()
     if length_first:
         query, *states = (tensor.transpose(1, 2) for tensor in (query, *states))
     config = getattr(module, "config", None)
