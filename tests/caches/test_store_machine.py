@@ -193,12 +193,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         self.end_turn(operation)
 
     def fork(self, operation: Operation, model: Model, ttl: float | None) -> None:
-        if model.deleted:
-            with pytest.raises(NotFound):
-                self.store.fork(model.cache, ttl, self.now, waited=operation.reservation)
-            self.come_to_nothing(operation)
-            return
-        try:
+        try:  # also if the cache was deleted while the operation waited
             fork = self.store.fork(model.cache, ttl, self.now, waited=operation.reservation)
         except Overloaded:
             self.see_evictions()

@@ -100,11 +100,13 @@ class CacheStore(Register):
     ) -> Cache:
         """Another cache of the same owner that shares this one's content, or the one that a request with this id has
         already made. `waited` comes from `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
-        does, and NotFound if the cache is gone.
+        does, and NotFound if the cache is gone, unless the fork has waited since before that.
         """
         if (made := self.made_by(cache.owner, request_id, now, shape=None, parent=cache.name)) is not None:
             return made
-        self.hold(cache, now)
+        if waited is None:
+            self._require(cache)
+        cache.users += 1
         try:
             # Before the layers are forked: pages held for a refused fork would never be freed.
             self._make_room_for_one(cache.owner, now)
