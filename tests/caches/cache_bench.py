@@ -24,7 +24,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.operations import Look, Truncate, read_append
+from attnserve_server.caches.operations import Fork, Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
@@ -94,9 +94,9 @@ class Bench:
         self.store.cancel(reservation)
         return cache
 
-    def submit(self, request: Work) -> Entry:
+    def submit(self, request: Work, deadline: float = math.inf) -> Entry:
         """Hands a request to the engine. Raises RequestError."""
-        entry = Entry(request, self._reply, perf_counter(), math.inf, 1e-6)
+        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6)
         self._futures[entry] = asyncio.get_running_loop().create_future()
         self.engine.submit(entry)
         return entry
@@ -130,9 +130,21 @@ class Bench:
         """Truncates a cache to `length` tokens."""
         return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length))
 
-    def look(self, cache: Cache) -> Entry:
+    def fork(self, cache: Cache) -> Entry:
+        """Forks a cache."""
+        return self.submit(Fork(self.host, (Use(cache, 0, 0, None),), 0, None, b""))
+
+    async def forked(self, entry: Entry) -> Cache:
+        """The cache that `fork` made."""
+        outcome = await self.outcome(entry)
+        assert isinstance(outcome, Outcome), outcome
+        assert isinstance(entry.request, Fork)
+        assert entry.request.forked is not None
+        return entry.request.forked
+
+    def look(self, cache: Cache, deadline: float = math.inf) -> Entry:
         """Asks for the state of a cache."""
-        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None))
+        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None), deadline)
 
     async def seen(self, entry: Entry) -> int:
         """The number of tokens that `look` saw."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from time import monotonic
+from time import monotonic, perf_counter
 
 import pytest
 from cache_bench import PAGE_BYTES, PAGES, Bench, bench
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.errors import Cancelled, ComputationFailed, FailedPrecondition, NotFound
+from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, FailedPrecondition, NotFound
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench"]
@@ -72,6 +72,75 @@ async def test_what_is_seen_of_a_cache_is_final(bench: Bench) -> None:
     assert bench.engine.waiting_for_turns == 3
     bench.device.may_run.set()
     assert [await bench.seen(look) for look in looks] == [4, 9]
+    await bench.finished()
+
+
+async def test_what_computes_nothing_does_not_wait_for_the_device(bench: Bench) -> None:
+    """Operations on a cache are done while the attention to another one is computed."""
+    busy, cache = bench.create(3), bench.create(20)
+    bench.device.may_run.clear()
+    running = bench.attend(busy)
+    await bench.device.until_entered()
+    fork, cut, look = bench.fork(cache), bench.truncate(cache, 7), bench.look(cache)
+    queued = bench.append(cache, seed=1, count=5)
+    behind = bench.look(cache)
+    assert [(await bench.forked(fork)).length(0), await bench.seen(look)] == [20, 7]
+    assert isinstance(await bench.outcome(cut), Outcome)
+    assert bench.order == [fork, cut, look]
+    assert bench.engine.waiting_for_turns == 1, "who looks at what is appended waits for it"
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3))
+    assert isinstance(await bench.outcome(queued), Outcome)
+    assert await bench.seen(behind) == 12
+    await bench.finished()
+
+
+async def test_what_computes_nothing_is_not_done_for_nobody(bench: Bench) -> None:
+    """Whether the caller has gone, or its deadline has passed when the turn comes."""
+    busy, cache = bench.create(3), bench.create(20)
+    bench.device.may_run.clear()
+    running = bench.attend(busy)
+    await bench.device.until_entered()
+    cut = bench.truncate(cache, 7)
+    bench.engine.cancel([cut])
+    late = bench.look(cache, deadline=perf_counter())
+    seen = bench.look(cache)
+    assert isinstance(await bench.outcome(cut), Cancelled)
+    assert isinstance(await bench.outcome(late), DeadlineExceeded)
+    assert await bench.seen(seen) == 20
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3))
+    await bench.finished()
+
+
+async def test_hundreds_that_compute_nothing_have_their_turns_one_after_the_other(bench: Bench) -> None:
+    """They wait for one cache, and each lets the next one on."""
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    running = bench.attend(cache, seed=1, appended=5)
+    await bench.device.until_entered()
+    cuts = [bench.truncate(cache, max(8 - place, 0)) for place in range(500)]
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3), (1, 5))
+    for entry in cuts:
+        assert isinstance(await bench.outcome(entry), Outcome)
+    assert cache.length(0) == 0
+    await bench.finished()
+
+
+async def test_a_fork_that_waits_is_made_though_its_cache_is_deleted(bench: Bench) -> None:
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    running = bench.attend(cache, seed=1, appended=2)
+    await bench.device.until_entered()
+    waiting = bench.fork(cache)
+    bench.store.delete(cache)
+    with pytest.raises(NotFound):
+        bench.fork(cache)
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3), (1, 2))
+    fork = await bench.forked(waiting)
+    await bench.check(bench.attend(fork), (0, 3), (1, 2))
     await bench.finished()
 
 

@@ -34,6 +34,7 @@ class Asked:
     needs: Sequence[Hashable] = ()
     failure: Callable[[], BaseException] | None = None
     shares: bool = False
+    computes: bool = True
     layer: None = None
     kind: str = "asked"
     priority: int = 0

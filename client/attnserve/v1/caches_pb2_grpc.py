@@ -28,9 +28,10 @@ if _version_not_supported:
 class CacheServiceStub(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
-    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
+    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
+    metadata (`free_bytes`).
     """
 
     def __init__(self, channel):
@@ -79,9 +80,10 @@ class CacheServiceStub(object):
 class CacheServiceServicer(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
-    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
+    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
+    metadata (`free_bytes`).
     """
 
     def Create(self, request, context):
@@ -132,7 +134,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes caches; memory that no other cache shares is freed at once. Names of no cache are ignored.
+        """Deletes caches; memory that no other cache shares is freed at once, or after the operations on them that came before.
+        Names of no cache are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,9 +190,10 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
-    Operations on one cache take effect in order of arrival; different caches never wait for each other. A cache that
-    does not exist, or is another caller's, is NOT_FOUND. If there is no room: RESOURCE_EXHAUSTED, with
-    google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's metadata (`free_bytes`).
+    Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
+    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
+    metadata (`free_bytes`).
     """
 
     @staticmethod

@@ -1,5 +1,5 @@
 """Appending to a cache, forking, truncating and describing it: operations that compute nothing, but wait for their turn
-all the same.
+all the same. Only what is appended also waits for the device.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -30,7 +30,7 @@ NOTHING = RequestResult(memoryview(b""), None, None)
 
 @dataclass(slots=True, eq=False)
 class _Operation(CacheWork):
-    """An operation that computes nothing on a device."""
+    """An operation without attention."""
 
     reply_field: ClassVar[int] = 0
     group: ClassVar[Hashable] = "cache operation"
@@ -45,15 +45,14 @@ class _Operation(CacheWork):
         """What it costs, in FLOPs: copying an element takes about as long as a multiplication and an addition of it."""
         return self.received_bytes // 2
 
-    def run_batch(self, device: Device, batch: Sequence[_Operation]) -> BatchResult:
-        """Writes what is appended."""
-        begin = perf_counter()
-        for operation in batch:
-            operation.write(device)
-        return BatchResult([NOTHING] * len(batch), 0.0, perf_counter() - begin, 0.0)
+    @property
+    def computes(self) -> bool:
+        """Nothing is written."""
+        return False
 
-    def write(self, device: Device) -> None:
-        """Brings its data to the device, if it has any."""
+    def run_batch(self, device: Device, batch: Sequence[Any]) -> BatchResult:
+        """Nothing is left to be done."""
+        return BatchResult([NOTHING] * len(batch), 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +62,18 @@ class Append(_Operation):
     tensors: dict[str, TensorSpec]
     payloads: list[memoryview]
     length_first: bool
+
+    @property
+    def computes(self) -> bool:
+        """Keys and values are written."""
+        return True
+
+    def run_batch(self, device: Device, batch: Sequence[Append]) -> BatchResult:
+        """Writes what is appended."""
+        begin = perf_counter()
+        for append in batch:
+            append.write(device)
+        return BatchResult([NOTHING] * len(batch), 0.0, perf_counter() - begin, 0.0)
 
     def write(self, device: Device) -> None:
         """Brings keys and values to their pages."""

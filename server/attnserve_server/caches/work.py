@@ -92,6 +92,11 @@ class CacheWork:
         """Whether it leaves its caches as they are."""
         return False
 
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than change what the store knows."""
+        return True
+
     def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
         """None: it is computed by `run_batch`, on a thread that waits."""
         return None

@@ -92,6 +92,12 @@ class Work(Protocol):
     def shares(self) -> bool:
         """Whether it leaves those things unchanged, and can have them together with others that do."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether there is anything to compute or to copy. If not, it runs on the event loop as soon as its turn has
+        come, whatever the device does meanwhile.
+        """
+
     def enter(self) -> None:
         """Called once it is admitted and before it waits. Raises RequestError if it may not."""
 
@@ -171,6 +177,11 @@ class Independent:
     @property
     def shares(self) -> bool:
         """There is nothing to share."""
+        return True
+
+    @property
+    def computes(self) -> bool:
+        """It does: that is what it is for."""
         return True
 
     @property

@@ -53,13 +53,16 @@ class Engine:
         max_wait: float = 0.0,
         tracing: Tracing | None = None,
     ) -> None:
+        self._device = device
         self._queue = queue
         self._admission = admission
         self._metrics = metrics
         self._max_wait = max_wait
         self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
-        self._pending = PendingRequests(queue, admission, self._delivery, metrics)
+        self._pending = PendingRequests(
+            queue, admission, self._delivery, metrics, lambda: self._loop.call_soon(self._run_without_device)
+        )
         self._deadlines = Deadlines(queue, admission.pace)
         self._batch_times = BatchTimes(admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
@@ -107,7 +110,8 @@ class Engine:
     def take(self, entry: Entry) -> None:
         """As `submit`, for requests that arrive together: none runs before `hurry` is called."""
         self.check_open()
-        is_trial = entry.deadline < inf and self._deadlines.check(entry, self.worker.free_at)
+        is_timed = entry.deadline < inf and entry.request.computes
+        is_trial = is_timed and self._deadlines.check(entry, self.worker.free_at)
         self._pending.enter(entry)
         if is_trial:  # only now: what is refused is never computed
             self._deadlines.begin_trial(entry)
@@ -140,7 +144,7 @@ class Engine:
     @property
     def is_free(self) -> bool:
         """Whether a request that comes now can be computed at once: nothing is before it, and batches need not fill."""
-        return not (self._closed or self._queue.requests or self.worker.runs or self._max_wait)
+        return self._pending.is_empty and not (self._closed or self.worker.runs or self._max_wait)
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
         """Whether a free engine would take that many requests of a caller, of `size` bytes together."""
@@ -274,6 +278,16 @@ class Engine:
             return
         try:
             self._pending.drop_cancelled()
+        except Exception as bug:
+            self._fail_by(bug)
+        self._schedule()  # those whose turn has come
+
+    def _run_without_device(self) -> None:
+        """Runs what has nothing to compute."""
+        if self.failure is not None:  # everybody has been told
+            return
+        try:
+            self._pending.run_without_device(self._device)
         except Exception as bug:
             self._fail_by(bug)
         self._schedule()  # those whose turn has come

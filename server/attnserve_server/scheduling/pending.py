@@ -1,38 +1,62 @@
 """Requests that are admitted but do not run yet: they wait for their turn, are queued, or leave.
 
 In: entries, as they come and as they are cancelled; batches from the queue. Out: the requests of a batch that can run;
-a reply to each that leaves without having run. On the event loop. The engine decides when batches run.
+a reply to each that leaves without having run, or has nothing to compute and runs here. On the event loop. The engine
+decides when batches run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from attnserve_server.errors import Cancelled, DeadlineExceeded, RequestError, error_for_caller
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import Work
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import Batch, BatchQueue
+from attnserve_server.scheduling.computation import compute
 from attnserve_server.scheduling.delivery import Delivery
 from attnserve_server.scheduling.entry import Entry
 from attnserve_server.scheduling.turns import Turns
+
+if TYPE_CHECKING:
+    from attnserve_server.devices import Device
 
 
 class PendingRequests:
     """The waiting requests of one engine, in a queue that others may look at."""
 
-    def __init__(self, queue: BatchQueue[Entry], admission: Admission, delivery: Delivery, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        queue: BatchQueue[Entry],
+        admission: Admission,
+        delivery: Delivery,
+        metrics: Metrics,
+        call_soon: Callable[[], object],
+    ) -> None:
+        """`call_soon` has `run_without_device` called, in a turn of the loop of its own."""
         self._queue = queue
         self._admission = admission
         self._delivery = delivery
         self._metrics = metrics
+        self._call_soon = call_soon
         self._turns: Turns[Entry] = Turns()
         self._cancelled: list[Entry] = []
+        self._without_device: deque[Entry] = deque()
+        """Those whose turn has come and that have nothing to compute."""
 
     @property
     def waiting_for_turns(self) -> int:
         """How many wait for something that others before them need."""
         return self._turns.waiting
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none could run now."""
+        return not (self._queue.requests or self._without_device)
 
     def enter(self, entry: Entry) -> None:
         """Admits a request, which waits from now on. Raises Overloaded, InvalidRequest (too large for the server), and
@@ -48,7 +72,40 @@ class PendingRequests:
                 raise
             if not self._turns.enter(entry, entry.request.needs, entry.request.shares):
                 return
-        self._queue.push(entry)
+        self._let_run(entry)
+
+    def _let_run(self, entry: Entry) -> None:
+        """Takes note that a request waits for nothing but the device, or not even that."""
+        if entry.request.computes:
+            self._queue.push(entry)
+            return
+        if not self._without_device:
+            self._call_soon()
+        self._without_device.append(entry)
+
+    def run_without_device(self, device: Device) -> None:
+        """Runs all requests that have nothing to compute and whose turn has come, also if it comes meanwhile."""
+        while self._without_device:
+            entry, begin = self._without_device.popleft(), perf_counter()
+            if entry.cancelled:
+                self._drop((entry,), "cancelled", Cancelled)
+            elif entry.deadline <= begin:
+                self._drop((entry,), "deadline", DeadlineExceeded)
+            else:
+                self._run(entry, begin, device)
+
+    def _run(self, entry: Entry, begin: float, device: Device) -> None:
+        self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
+        try:
+            entry.request.begin()
+        except Exception as error:
+            self.leave(entry)
+            self._delivery.reply(entry, error_for_caller(error))
+            return
+        ((_, outcome),) = compute(device, [entry])
+        entry.request.end(isinstance(outcome, RequestError))
+        self.leave(entry)
+        self._delivery.deliver([entry], begin, outcome)
 
     def enter_again(self, entry: Entry, request: Work) -> None:
         """Queues a request that has run and must run once more, as `request`, which has another cost. It keeps its
@@ -103,7 +160,7 @@ class PendingRequests:
             return
         entry.request.leave()
         for ready in self._turns.leave(entry):
-            self._queue.push(ready)
+            self._let_run(ready)
 
     def all_at_turns(self) -> Iterable[Entry]:
         """All entries that wait for a turn or have one."""
