@@ -23,7 +23,7 @@ from attnserve._requests.apply import ApplyOptions, encode_apply
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.result import AttentionResult, LayerResult
-from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Timeout, Transport
 from attnserve._settings.credentials import TLS, Token, as_token
 from attnserve._settings.targets import Address
 from attnserve._task_calls import Calls
@@ -161,14 +161,14 @@ class AsyncClient:
         layers: int = 1,
         dtype: Any = "float32",
         ttl: float | None = None,
-        timeout: float | None = 60.0,
+        timeout: Timeout = ...,
     ) -> AsyncCache:
         """Creates an empty cache on the server. Arguments are those of `Client.create_cache`.
 
         As a context manager, the cache is deleted when the body ends: ``async with await client.create_cache(8, 64)``.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        timeout = checked_timeout(timeout)
+        timeout = self._calls.seconds(timeout)
         servers = self._calls.servers.each_once(await self._calls.servers.find_soon(timeout))
         with Making(rpc, self._calls.tell) as making:
             for address, left, again in making.attempts(servers, self._settings.policy, timeout):
@@ -182,7 +182,7 @@ class AsyncClient:
                     return cache
         raise making.failure
 
-    async def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> AsyncCache:
+    async def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> AsyncCache:
         """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it."""
         if address is not None:
             address = arguments.address("address", address)
@@ -193,29 +193,29 @@ class AsyncClient:
     @property
     def caches(self) -> AsyncCaches:
         """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``, to be awaited."""
-        return AsyncCaches(self._calls.ask, self._calls.servers)
+        return AsyncCaches(self._calls)
 
-    async def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit. Raises an
-        `AttnServeError`.
+    async def server_info(self, *, timeout: Timeout = ...) -> ServerInfo:
+        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit; by
+        default the client's. Raises an `AttnServeError`.
         """
         return await self._calls.ask(SERVER_INFO, timeout)
 
-    async def is_ready(self, *, timeout: float | None = 60.0) -> bool:
+    async def is_ready(self, *, timeout: Timeout = ...) -> bool:
         """Whether to send requests to the server: False while it starts or drains. `timeout` in seconds; None for no
-        limit. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
+        limit; by default the client's. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
         """
         return await self._calls.ask(READINESS, timeout)
 
-    async def is_alive(self, *, timeout: float | None = 60.0) -> bool:
+    async def is_alive(self, *, timeout: Timeout = ...) -> bool:
         """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return await self._calls.ask(LIVENESS, timeout)
 
-    async def wait_until_ready(self, *, timeout: float | None = 60.0) -> None:
+    async def wait_until_ready(self, *, timeout: Timeout = ...) -> None:
         """Waits until the server takes requests, whether it has started or not. Arguments and errors as for
         `Client.wait_until_ready`.
         """
-        patience = Patience(checked_timeout(timeout))
+        patience = Patience(self._calls.seconds(timeout))
         while True:
             failure = None
             try:

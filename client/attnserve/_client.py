@@ -24,7 +24,7 @@ from attnserve._requests.apply import ApplyOptions, encode_apply
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.result import AttentionResult, LayerResult
-from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Transport, checked_timeout
+from attnserve._settings.config import DEFAULT_ADDRESS, Settings, Timeout, Transport
 from attnserve._settings.credentials import TLS, Token, as_token
 from attnserve._settings.targets import Address
 from attnserve._thread_calls import Calls, wait
@@ -76,9 +76,8 @@ class Client:
           for all of them, a sequence of addresses, or a function that returns the current ones, called in any thread.
           Each then has streams of its own, and a call goes to the one with the fewest in flight.
         - `transport`: ``stream`` carries many calls in one message and is the fast way; ``unary`` sends each by itself.
-        - `timeout`: how many seconds `attend`, `apply` and their futures wait for their replies, unless they have a
-          timeout of their own; None for no limit. Everything else that a client asks has its own, by default 60 s, and
-          600 s where layers are loaded.
+        - `timeout`: how many seconds each call waits for its answer, unless it is given a timeout of its own; None for
+          no limit. Only `layers.load` has another default, 600 s.
         - `retries`: how often a call is sent again when the server goes away. With 0 none waits for room either.
         - `streams`: over how many streams the calls to a server are spread. One is enough, unless small calls wait
           behind calls of tens of megabytes: then 2 to 4.
@@ -279,7 +278,7 @@ class Client:
         layers: int = 1,
         dtype: Any = "float32",
         ttl: float | None = None,
-        timeout: float | None = 60.0,
+        timeout: Timeout = ...,
     ) -> Cache:
         """Creates an empty cache on the server. As a context manager, the cache is deleted when the body ends.
 
@@ -290,7 +289,7 @@ class Client:
           whatever is appended.
         - `ttl`: how long it lives after its last use, in seconds; then it is not found any more, and evicted when room
           is needed. Default: as the server is configured, or else until it is deleted.
-        - `timeout`: in seconds for each server that is asked; None for no limit.
+        - `timeout`: in seconds for each server that is asked; None for no limit. Default: the client's.
 
         Retries never make a second cache. If a server is full or unavailable, another is asked at once. If all are, one
         that is unavailable is asked again as for any call, and of the full ones, up to `retries` times, the one that
@@ -299,7 +298,7 @@ class Client:
         `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
-        timeout = checked_timeout(timeout)
+        timeout = self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
             servers = self._calls.servers.each_once(timeout)
             for address, left, again in making.attempts(servers, self._settings.policy, timeout):
@@ -313,7 +312,7 @@ class Client:
                     return cache
         raise making.failure
 
-    def open_cache(self, name: str, *, address: str | None = None, timeout: float | None = 60.0) -> Cache:
+    def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> Cache:
         """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.
 
         `address`: that of its server, from `Cache.address`; by default, all servers that the client knows are asked.
@@ -327,30 +326,30 @@ class Client:
     @property
     def caches(self) -> Caches:
         """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``."""
-        return Caches(self._calls.ask, self._calls.servers)
+        return Caches(self._calls)
 
-    def server_info(self, *, timeout: float | None = 60.0) -> ServerInfo:
-        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit. Raises an
-        `AttnServeError`.
+    def server_info(self, *, timeout: Timeout = ...) -> ServerInfo:
+        """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit; by
+        default the client's. Raises an `AttnServeError`.
         """
         return self._calls.ask(SERVER_INFO, timeout)
 
-    def is_ready(self, *, timeout: float | None = 60.0) -> bool:
+    def is_ready(self, *, timeout: Timeout = ...) -> bool:
         """Whether to send requests to the server: False while it starts or drains. `timeout` in seconds; None for no
-        limit. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
+        limit; by default the client's. Raises an `AttnServeError`, `UnavailableError` if it cannot be reached.
         """
         return self._calls.ask(READINESS, timeout)
 
-    def is_alive(self, *, timeout: float | None = 60.0) -> bool:
+    def is_alive(self, *, timeout: Timeout = ...) -> bool:
         """Whether the server works, even if it is not ready. Arguments and errors as for `is_ready`."""
         return self._calls.ask(LIVENESS, timeout)
 
-    def wait_until_ready(self, *, timeout: float | None = 60.0) -> None:
+    def wait_until_ready(self, *, timeout: Timeout = ...) -> None:
         """Waits for a server that may not have started yet, or drains: until it takes requests. `timeout` in seconds;
-        None for no limit. Raises DeadlineExceededError if it is not ready by then, and whatever else `is_ready` does
-        but for UnavailableError.
+        None for no limit; by default the client's. Raises DeadlineExceededError if it is not ready by then, and
+        whatever else `is_ready` does but for UnavailableError.
         """
-        patience = Patience(checked_timeout(timeout))
+        patience = Patience(self._calls.seconds(timeout))
         while True:
             failure = None
             try:

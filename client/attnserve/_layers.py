@@ -14,11 +14,13 @@ from attnserve._errors import ProtocolError
 from attnserve._requests import arguments
 from attnserve._requests.arguments import Names
 from attnserve._rpc import Ask, AskLater, Rpc
+from attnserve._settings.config import Timeout
 from attnserve.v1 import layers_pb2 as pb
 
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
 _LOAD_TIMEOUT: Final = 600.0
+"""Seconds: gigabytes are read, so that this alone has a default of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +67,22 @@ class Layer:
 class Layers:
     """The layers of a server: `Client.layers`.
 
-    `timeout` is in seconds, None for no limit. Each method raises an `AttnServeError`. Loading and unloading are not
-    retried: after an `UnavailableError`, `list` shows the outcome.
+    `timeout` is in seconds, None for no limit; by default it is the client's, but 600 s for `load`. Each method raises
+    an `AttnServeError`. Loading and unloading are not retried: after an `UnavailableError`, `list` shows the outcome.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
+    def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""
         return self._ask(_listing(), timeout)
 
-    def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
+    def get(self, name: str, *, timeout: Timeout = ...) -> Layer:
         """One layer. `NotFoundError` if none has that name."""
         return self._ask(_getting(name), timeout)
 
-    def load(self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
+    def load(self, definitions: str, names: Names = (), *, timeout: Timeout = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name. One whose name is taken replaces the old one at once.
         Caches that the old one has appended to stay as they are: `LayerResult.layer_version` tells their callers.
 
@@ -92,7 +94,7 @@ class Layers:
         """
         return self._ask(_loading(definitions, names), timeout)
 
-    def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
+    def unload(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
         self._ask(_unloading(names), timeout)
 
@@ -103,21 +105,19 @@ class AsyncLayers:
     def __init__(self, ask: AskLater) -> None:
         self._ask = ask
 
-    async def list(self, *, timeout: float | None = 60.0) -> tuple[Layer, ...]:
+    async def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""
         return await self._ask(_listing(), timeout)
 
-    async def get(self, name: str, *, timeout: float | None = 60.0) -> Layer:
+    async def get(self, name: str, *, timeout: Timeout = ...) -> Layer:
         """One layer. `NotFoundError` if none has that name."""
         return await self._ask(_getting(name), timeout)
 
-    async def load(
-        self, definitions: str, names: Names = (), *, timeout: float | None = _LOAD_TIMEOUT
-    ) -> tuple[Layer, ...]:
+    async def load(self, definitions: str, names: Names = (), *, timeout: Timeout = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name, as `Layers.load` does."""
         return await self._ask(_loading(definitions, names), timeout)
 
-    async def unload(self, names: Names, *, timeout: float | None = 60.0) -> None:
+    async def unload(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
         await self._ask(_unloading(names), timeout)
 

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from attnserve._errors import ProtocolError
 from attnserve._fields import Buffer
+from attnserve._settings.config import Timeout
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 T = TypeVar("T")
@@ -54,12 +55,12 @@ class Rpc(Generic[ResponseT, T]):
 class Ask(Protocol):
     """Sends an Rpc, to the server `home` or, if None, to any, and waits up to `timeout` seconds for its answer."""
 
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> T:
+    def __call__(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None) -> T:
         """Returns the answer."""
 
 
 class AskLater(Protocol):
     """Sends an Rpc; its answer can be awaited."""
 
-    def __call__(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None) -> Awaitable[T]:
+    def __call__(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None) -> Awaitable[T]:
         """Returns an awaitable of the answer."""

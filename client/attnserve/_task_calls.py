@@ -26,7 +26,7 @@ from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
 from attnserve._servers.task_servers import TaskServers
-from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
+from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, Timeout, checked_timeout
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
@@ -96,6 +96,12 @@ class Calls:
         await asyncio.gather(*self._looking, return_exceptions=True)
         await asyncio.gather(*self._closing)
 
+    def seconds(self, timeout: Timeout) -> float | None:
+        """How many seconds a call may take: as its caller says, or else the client. InvalidRequestError if that is no
+        timeout.
+        """
+        return checked_timeout(timeout, self._settings.timeout)
+
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> asyncio.Future[T]:
         """Sends a call, to the server at `home` if only that one can answer it; `parent` is the context of its parent
         span. ClientClosedError, here and below, if the client belongs to another process.
@@ -152,7 +158,7 @@ class Calls:
     def ask(
         self,
         rpc: Rpc[Any, T],
-        timeout: float | None,
+        timeout: Timeout,
         /,
         home: str | None = None,
         again: Again | None = None,
@@ -162,15 +168,15 @@ class Calls:
         decides on retries.
         """
         self._process.enter()
+        find, seconds = self._find_for(home), self.seconds(timeout)
         future = self._future(rpc.decode)
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
-        find, timeout = self._find_for(home), checked_timeout(timeout)
         route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)
         self._unary.submit(
-            future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again, find=find
+            future, rpc.path, rpc.pieces, seconds, route, repeatable=rpc.repeatable, again=again, find=find
         )
         return future
 

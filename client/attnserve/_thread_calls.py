@@ -28,7 +28,7 @@ from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
 from attnserve._servers.servers import Servers
-from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, checked_timeout
+from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, Timeout, checked_timeout
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
@@ -50,6 +50,7 @@ class Calls:
     """A client's calls in flight, and the servers that it knows."""
 
     def __init__(self, settings: Settings, tracing: Tracing | None) -> None:
+        self._settings = settings
         bearer = Bearer(settings.token)
         self._process = Process()
         self.servers: Final = _servers(settings, self._process, Identity(settings.tls), bearer)
@@ -76,6 +77,12 @@ class Calls:
         futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
         self._forgotten.detach()
         _close(self._unary, self.servers)
+
+    def seconds(self, timeout: Timeout) -> float | None:
+        """How many seconds a call may take: as its caller says, or else the client. InvalidRequestError if that is no
+        timeout.
+        """
+        return checked_timeout(timeout, self._settings.timeout)
 
     def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
         """Sends a call, to the server at `home` if only that one can answer it; `parent` is the context of its parent
@@ -106,11 +113,11 @@ class Calls:
             self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size)
         return future
 
-    def ask(self, rpc: Rpc[Any, T], timeout: float | None, /, home: str | None = None, again: Again | None = None) -> T:
+    def ask(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None, again: Again | None = None) -> T:
         """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, it is sent once: the
         caller decides on retries.
         """
-        return wait(self._send_rpc(rpc, timeout, None, home, again))
+        return wait(self._send_rpc(rpc, self.seconds(timeout), None, home, again))
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
         """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
@@ -136,7 +143,6 @@ class Calls:
         route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)
-        timeout = checked_timeout(timeout)
         self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again)
         return future
 

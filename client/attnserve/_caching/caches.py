@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
@@ -19,11 +19,11 @@ from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult
-from attnserve._rpc import Ask, AskLater
-from attnserve._servers.servers import Servers
-from attnserve._servers.task_servers import TaskServers
+from attnserve._settings.config import Timeout
 
 if TYPE_CHECKING:
+    from attnserve import _task_calls as task_calls
+    from attnserve import _thread_calls as thread_calls
     from attnserve._async_client import AsyncClient
     from attnserve._client import Client
 
@@ -47,14 +47,15 @@ class Cache(CacheState):
     `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if somebody
     else appends to the cache.
 
-    `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit. Each method
-    raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the cache is gone, and
-    `OverloadedError` with `free_bytes` if there is no room.
+    `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit; by default it is
+    the client's. Each method raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the
+    cache is gone, and `OverloadedError` with `free_bytes` if there is no room.
     """
 
     def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
         super().__init__(info, client._calls.turns, home)
         self._client = client
+        self._calls = client._calls
 
     @property
     def bytes(self) -> int:
@@ -68,14 +69,14 @@ class Cache(CacheState):
         *,
         layer: int = 0,
         layout: AppendLayout = "heads_first",
-        timeout: float | None = 60.0,
+        timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length.
 
         - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, optionally with a leading batch axis of one; with the
           layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
         """
-        return self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
+        return self._calls.perform(plans.append(self, key, value, layer, layout, self._calls.seconds(timeout)))
 
     @arguments.takes_options(AttendOptions, encode_attend)
     def attend(
@@ -95,34 +96,35 @@ class Cache(CacheState):
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
-    def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> Cache:
+    def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> Cache:
         """Makes another cache with the same content, in constant time: existing content is shared, and what either
         appends is its own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
-        calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
-        with Making(rpc, calls.tell) as making:
+        rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
+        with Making(rpc, self._calls.tell) as making:
             making.at(self.home)
-            cache = Cache(self._client, calls.perform(plans.fork(self, rpc, timeout)), self.home)
+            info = self._calls.perform(plans.fork(self, rpc, seconds))
+            cache = Cache(self._client, info, self.home)
             making.done()
         return cache
 
-    def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
+    def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as if what came after had never been appended. Layers that are shorter stay
         as they are; `InvalidRequestError` if all are.
         """
-        self._client._calls.perform(plans.truncate(self, length, timeout))
+        self._calls.perform(plans.truncate(self, length, self._calls.seconds(timeout)))
 
-    def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
+    def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
+        return self._calls.ask(cache_requests.get(self.name), timeout, self.home)
 
-    def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
+    def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
-        return self._client._calls.perform(plans.refresh(self, timeout))
+        return self._calls.perform(plans.refresh(self, self._calls.seconds(timeout)))
 
-    def delete(self, *, timeout: float | None = 60.0) -> None:
+    def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        self._client._calls.perform(plans.delete(self, timeout))
+        self._calls.perform(plans.delete(self, self._calls.seconds(timeout)))
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +141,7 @@ class AsyncCache(CacheState):
     def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
         super().__init__(info, client._calls.turns, home)
         self._client = client
+        self._calls = client._calls
 
     async def append(
         self,
@@ -147,10 +150,10 @@ class AsyncCache(CacheState):
         *,
         layer: int = 0,
         layout: AppendLayout = "heads_first",
-        timeout: float | None = 60.0,
+        timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
-        return await self._client._calls.perform(plans.append(self, key, value, layer, layout, timeout))
+        return await self._calls.perform(plans.append(self, key, value, layer, layout, self._calls.seconds(timeout)))
 
     @arguments.takes_options(AttendOptions, encode_attend)
     async def attend(
@@ -166,30 +169,31 @@ class AsyncCache(CacheState):
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
-    async def fork(self, ttl: float | None = None, *, timeout: float | None = 60.0) -> AsyncCache:
+    async def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> AsyncCache:
         """Makes another cache with the same content, in constant time, as `Cache.fork` does."""
-        calls, rpc = self._client._calls, cache_requests.fork(self.name, ttl)
-        with Making(rpc, calls.tell) as making:
+        rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
+        with Making(rpc, self._calls.tell) as making:
             making.at(self.home)
-            cache = AsyncCache(self._client, await calls.perform(plans.fork(self, rpc, timeout)), self.home)
+            info = await self._calls.perform(plans.fork(self, rpc, seconds))
+            cache = AsyncCache(self._client, info, self.home)
             making.done()
         return cache
 
-    async def truncate(self, length: int, *, timeout: float | None = 60.0) -> None:
+    async def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as `Cache.truncate` does."""
-        await self._client._calls.perform(plans.truncate(self, length, timeout))
+        await self._calls.perform(plans.truncate(self, length, self._calls.seconds(timeout)))
 
-    async def info(self, *, timeout: float | None = 60.0) -> CacheInfo:
+    async def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return await self._client._calls.ask(cache_requests.get(self.name), timeout, self.home)
+        return await self._calls.ask(cache_requests.get(self.name), timeout, self.home)
 
-    async def refresh(self, *, timeout: float | None = 60.0) -> CacheInfo:
+    async def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
-        return await self._client._calls.perform(plans.refresh(self, timeout))
+        return await self._calls.perform(plans.refresh(self, self._calls.seconds(timeout)))
 
-    async def delete(self, *, timeout: float | None = 60.0) -> None:
+    async def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        await self._client._calls.perform(plans.delete(self, timeout))
+        await self._calls.perform(plans.delete(self, self._calls.seconds(timeout)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -207,39 +211,39 @@ def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
 class Caches:
     """The caller's caches, on all servers that the client knows: `Client.caches`.
 
-    `timeout` is in seconds for each server, None for no limit. Each method raises an `AttnServeError`.
+    `timeout` is in seconds for each server, None for no limit; by default it is the client's. Each method raises an
+    `AttnServeError`.
     """
 
-    def __init__(self, ask: Ask, servers: Servers[Any]) -> None:
-        self._ask = ask
-        self._servers = servers
+    def __init__(self, calls: thread_calls.Calls) -> None:
+        self._calls = calls
 
-    def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
+    def list(self, *, timeout: Timeout = ...) -> tuple[CacheInfo, ...]:
         """All caches of the caller, by server and in order of creation. Renews no lease."""
         return self.pool(timeout=timeout).caches
 
-    def pool(self, *, timeout: float | None = 60.0) -> CachePool:
+    def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
-        rpc, homes = cache_requests.list_all(), self._servers.homes(timeout)
-        return CachePool.together([self._ask(rpc, timeout, home) for home in homes])
+        rpc, homes = cache_requests.list_all(), self._calls.servers.homes(self._calls.seconds(timeout))
+        return CachePool.together([self._calls.ask(rpc, timeout, home) for home in homes])
 
-    def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
+    def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
         return self.find(name, timeout)[0]
 
-    def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+    def find(self, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
         """Describes one cache, and gives the address of its server if the client knows several."""
         failures: list[AttnServeError] = []
-        for home in self._servers.homes(timeout):
+        for home in self._calls.servers.homes(self._calls.seconds(timeout)):
             try:
-                return self._ask(cache_requests.get(name), timeout, home), home
+                return self._calls.ask(cache_requests.get(name), timeout, home), home
             except (NotFoundError, *_OUT_OF_REACH) as error:
                 failures.append(error)
         raise _in_vain(failures)
 
-    def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
+    def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
         an error, raised once all others have been asked.
         """
@@ -248,9 +252,9 @@ class Caches:
             return
         rpc = cache_requests.delete(names)
         failures: list[AttnServeError] = []
-        for home in self._servers.homes(timeout):
+        for home in self._calls.servers.homes(self._calls.seconds(timeout)):
             try:
-                self._ask(rpc, timeout, home)
+                self._calls.ask(rpc, timeout, home)
             except _OUT_OF_REACH as error:
                 failures.append(error)
         if failures:
@@ -260,36 +264,35 @@ class Caches:
 class AsyncCaches:
     """The caller's caches on all servers: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
 
-    def __init__(self, ask: AskLater, servers: TaskServers[Any]) -> None:
-        self._ask = ask
-        self._servers = servers
+    def __init__(self, calls: task_calls.Calls) -> None:
+        self._calls = calls
 
-    async def list(self, *, timeout: float | None = 60.0) -> tuple[CacheInfo, ...]:
+    async def list(self, *, timeout: Timeout = ...) -> tuple[CacheInfo, ...]:
         """All caches of the caller, by server and in order of creation. Renews no lease."""
         return (await self.pool(timeout=timeout)).caches
 
-    async def pool(self, *, timeout: float | None = 60.0) -> CachePool:
+    async def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
-        rpc, homes = cache_requests.list_all(), await self._servers.homes_soon(timeout)
-        return CachePool.together([await self._ask(rpc, timeout, home) for home in homes])
+        rpc, homes = cache_requests.list_all(), await self._calls.servers.homes_soon(self._calls.seconds(timeout))
+        return CachePool.together([await self._calls.ask(rpc, timeout, home) for home in homes])
 
-    async def get(self, name: str, *, timeout: float | None = 60.0) -> CacheInfo:
+    async def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
         return (await self.find(name, timeout))[0]
 
-    async def find(self, name: str, timeout: float | None) -> tuple[CacheInfo, str | None]:
+    async def find(self, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
         """Describes one cache, and gives the address of its server, as `Caches.find` does."""
         failures: list[AttnServeError] = []
-        for home in await self._servers.homes_soon(timeout):
+        for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
             try:
-                return await self._ask(cache_requests.get(name), timeout, home), home
+                return await self._calls.ask(cache_requests.get(name), timeout, home), home
             except (NotFoundError, *_OUT_OF_REACH) as error:
                 failures.append(error)
         raise _in_vain(failures)
 
-    async def delete(self, names: Names, *, timeout: float | None = 60.0) -> None:
+    async def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
         an error, raised once all others have been asked.
         """
@@ -298,9 +301,9 @@ class AsyncCaches:
             return
         rpc = cache_requests.delete(names)
         failures: list[AttnServeError] = []
-        for home in await self._servers.homes_soon(timeout):
+        for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
             try:
-                await self._ask(rpc, timeout, home)
+                await self._calls.ask(rpc, timeout, home)
             except _OUT_OF_REACH as error:
                 failures.append(error)
         if failures:

@@ -35,7 +35,6 @@ from attnserve._requests.cache_requests import AppendLayout, CacheInfo
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.result import AttentionResult, LayerResult
 from attnserve._rpc import Rpc
-from attnserve._settings.config import checked_timeout
 from attnserve.v1 import attention_pb2 as pb
 
 T = TypeVar("T")
@@ -138,7 +137,7 @@ def append(
         cache.tokens[layer] = length
         return length
 
-    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+    return Plan(steps(), (cache,), True, timeout)
 
 
 def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None]:
@@ -148,17 +147,17 @@ def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None
     def steps() -> Steps[None]:
         cache.tokens[:] = yield from _cut(cache, length, max(cache.tokens))
 
-    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+    return Plan(steps(), (cache,), True, timeout)
 
 
 def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> Plan[CacheInfo]:
     """Makes another cache with the same content, by `rpc`, a request to fork it."""
-    return Plan(_one(rpc), (cache,), False, checked_timeout(timeout))
+    return Plan(_one(rpc), (cache,), False, timeout)
 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
     """Deletes a cache, after all operations that were asked for before."""
-    return Plan(_one(cache_requests.delete([cache.name])), (cache,), True, checked_timeout(timeout))
+    return Plan(_one(cache_requests.delete([cache.name])), (cache,), True, timeout)
 
 
 def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
@@ -169,7 +168,7 @@ def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
         cache.tokens[:] = info.lengths
         return info
 
-    return Plan(steps(), (cache,), True, checked_timeout(timeout))
+    return Plan(steps(), (cache,), True, timeout)
 
 
 def attend(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from types import EllipsisType
 from typing import Any, Final, Generic, TypedDict, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ from attnserve._requests.call import EncodedCall, Tensors
 from attnserve._requests.operation import APPLY
 from attnserve._requests.reply import Response
 from attnserve._requests.result import LayerResult
-from attnserve._settings.config import checked_timeout
+from attnserve._settings.config import Timeout, checked_timeout
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
@@ -51,7 +50,7 @@ class ApplyOptions(TypedDict, total=False):
     return_scores: Scores | None
     average_scores: bool
     priority: int
-    timeout: float | None
+    timeout: Timeout
 
 
 class ApplyCall(EncodedCall[LayerResult[ArrayT]], Generic[ArrayT]):
@@ -86,14 +85,14 @@ def encode_apply(
     return_scores: Scores | None = None,
     average_scores: bool = False,
     priority: int = 0,
-    timeout: float | EllipsisType | None = ...,
+    timeout: Timeout = ...,
     default_timeout: float | None = None,
 ) -> ApplyCall[KindT]:
     """The call that `Client.apply` describes; `resident` if there are caches.
 
     InvalidRequestError names an argument that no server would accept.
     """
-    timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    timeout = checked_timeout(timeout, default_timeout)
     return_lse = arguments.flag("return_lse", return_lse)
     arrays = [("input", _arrays.floating_or_ids("input", input))]
     if context is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from types import EllipsisType
 from typing import Any, Final, Generic, Literal, TypeAlias, TypedDict
 
 from attnserve._errors import InvalidRequestError
@@ -22,7 +21,7 @@ from attnserve._requests.call import EncodedCall, Tensors
 from attnserve._requests.operation import ATTEND
 from attnserve._requests.reply import Response
 from attnserve._requests.result import AttentionResult
-from attnserve._settings.config import checked_timeout
+from attnserve._settings.config import Timeout, checked_timeout
 from attnserve.v1 import attention_pb2 as pb
 
 Layout: TypeAlias = Literal["heads_first", "length_first", "packed"]
@@ -89,7 +88,7 @@ class AttendOptions(TypedDict, total=False):
     return_lse: bool
     return_scores: Scores | None
     priority: int
-    timeout: float | None
+    timeout: Timeout
 
 
 class AttendCall(EncodedCall[AttentionResult[ArrayT]], Generic[ArrayT]):
@@ -126,14 +125,14 @@ def encode_attend(
     return_lse: bool = False,
     return_scores: Scores | None = None,
     priority: int = 0,
-    timeout: float | EllipsisType | None = ...,
+    timeout: Timeout = ...,
     default_timeout: float | None = None,
 ) -> AttendCall[KindT]:
     """The call that `Client.attend` describes; `resident` if there are caches: key and value may then be None.
 
     InvalidRequestError names an argument that no server would accept.
     """
-    timeout = default_timeout if isinstance(timeout, EllipsisType) else checked_timeout(timeout)
+    timeout = checked_timeout(timeout, default_timeout)
     return_lse = arguments.flag("return_lse", return_lse)
     arrays = [("query", _arrays.floating("query", query))]
     if not (resident and key is None and value is None):

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from attnserve._errors import InvalidRequestError
@@ -18,6 +19,9 @@ from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Address, Target, is_looked_up, target_of
 
 Transport: TypeAlias = Literal["stream", "unary"]
+
+Timeout: TypeAlias = float | EllipsisType | None
+"""How long a call may take, in seconds; None for no limit, ``...`` for as long as the client says."""
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8001"
 
@@ -66,9 +70,7 @@ class Settings:
     transport: Transport
     """How calls travel: many on a stream, or as unary calls."""
     timeout: float | None
-    """How long `attend`, `apply` and their futures wait unless they say otherwise, in seconds; None for no limit. What
-    else a client asks has a default of its own.
-    """
+    """How long calls wait for their answers unless they say otherwise, in seconds; None for no limit."""
     retries: int
     """How often a call is sent again when the server or its stream goes away."""
     streams: int
@@ -143,11 +145,14 @@ LAST_WORDS_SECONDS: Final = 1.0
 """How long closing a client waits for those requests."""
 
 
-def checked_timeout(timeout: Any) -> float | None:
-    """The timeout, if it is None or a number of seconds, 0 or more; else raises InvalidRequestError.
+def checked_timeout(timeout: Any, default: float | None = None) -> float | None:
+    """The timeout of a call whose client has the timeout `default`: None or a number of seconds, 0 or more; else raises
+    InvalidRequestError.
 
     A timeout longer than gRPC can express becomes None.
     """
+    if timeout is ...:
+        return default
     if timeout is None:
         return None
     seconds = _seconds(timeout)
