@@ -150,7 +150,7 @@ class Client:
         -inf, or of its sink alone.
 
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
-        `DeadlineExceededError`, `UnavailableError` and the rest of the tree. ValueError for an invalid timeout.
+        `DeadlineExceededError`, `UnavailableError` and the rest of the tree.
         """
         arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
         if caches is None:

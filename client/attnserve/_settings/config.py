@@ -90,9 +90,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", target_of(self.address))
-        if self.transport not in get_args(Transport):
+        if not isinstance(self.transport, str) or self.transport not in get_args(Transport):
             raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
-        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
+        object.__setattr__(self, "timeout", _timeout(self.timeout))
         options = tuple(self.options) if isinstance(self.options, Iterable) else (self.options,)
         if not all(isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in options):
             raise ValueError(f"options: expected pairs of a name and a value, found {self.options!r}")
@@ -103,7 +103,7 @@ class Settings:
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ValueError(f"tls: expected attnserve.TLS(...) or None, found {type(self.tls).__name__}")
         if not 0 < _seconds(self.refresh) < math.inf:
-            raise ValueError(f"refresh: expected seconds, more than 0, found {self.refresh!r}")
+            raise ValueError(f"refresh: expected seconds, more than 0, found {shown(self.refresh)}")
         for address in self.target.fixed or ([self.address] if isinstance(self.address, str) else []):
             self.check_secrecy(address)
 
@@ -132,7 +132,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
     except TypeError:
         enough = False
     if not enough:
-        raise ValueError(f"{name}: expected an integer of {least} or more, found {value!r}")
+        raise ValueError(f"{name}: expected an integer of {least} or more, found {shown(value)}")
 
 
 MAX_TIMEOUT: Final = 1e9
@@ -145,21 +145,25 @@ LAST_WORDS_SECONDS: Final = 1.0
 """How long closing a client waits for those requests."""
 
 
-def checked_timeout(timeout: Any, default: float | None = None) -> float | None:
-    """The timeout of a call whose client has the timeout `default`: None or a number of seconds, 0 or more; else raises
-    InvalidRequestError.
-
-    A timeout longer than gRPC can express becomes None.
-    """
+def checked_timeout(timeout: Any, default: float | None) -> float | None:
+    """The timeout of a call whose client has the timeout `default`. InvalidRequestError if it is none."""
     if timeout is ...:
         return default
+    try:
+        return _timeout(timeout)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), field="timeout") from None
+
+
+def _timeout(timeout: Any) -> float | None:
+    """The timeout, if it is None or a number of seconds, 0 or more; else raises ValueError. One that is longer than
+    gRPC can express becomes None.
+    """
     if timeout is None:
         return None
     seconds = _seconds(timeout)
     if not (seconds >= 0 and math.isfinite(seconds)):
-        raise InvalidRequestError(
-            f"timeout: expected a finite number of seconds, 0 or more, or None, found {shown(timeout)}", field="timeout"
-        )
+        raise ValueError(f"timeout: expected a finite number of seconds, 0 or more, or None, found {shown(timeout)}")
     return seconds if seconds <= MAX_TIMEOUT else None
 
 

@@ -56,7 +56,8 @@ class TLS:
         if self.server_name is not None and not (isinstance(self.server_name, str) and self.server_name):
             raise ValueError(f"tls: expected a name as server_name, found {self.server_name!r}")
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("tls: expected both a certificate and its key, or neither")
+            alone = "a key" if self.certificate is None else "a certificate"
+            raise ValueError(f"tls: expected both a certificate and its key, or neither, found {alone} alone")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """The credentials for a channel. ValueError if a file cannot be read."""
@@ -94,10 +95,13 @@ class Token:
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.file is None):
-            raise ValueError("token: expected either the token or a file")
+            found = "neither" if self.value is None else "both"
+            raise ValueError(f"token: expected either the token or a file, found {found}")
         _check_path("token", "file", self.file)
         if self.value is not None:
             _checked(self.value)
+        if not isinstance(self.plaintext, bool):
+            raise ValueError(f"token: expected True or False as plaintext, found {self.plaintext!r}")
 
 
 class Identity:
@@ -193,8 +197,11 @@ def _check_path(argument: str, name: str, path: Any) -> None:
 
 
 def _checked(token: Any) -> str:
-    if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("token: expected visible ASCII characters")  # never quote the token itself
+    expected = "token: expected visible ASCII characters"
+    if not isinstance(token, str) or not token:
+        raise ValueError(f"{expected}, found {'none' if token == '' else type(token).__name__}")
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"{expected}, found others")  # never quote the token itself
     return token
 
 
@@ -215,7 +222,7 @@ def _token_in(path: Path) -> str:
     except OSError as error:
         raise ValueError(f"token: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError("token: expected visible ASCII characters") from None
+        raise ValueError("token: expected visible ASCII characters, found others") from None
 
 
 def _identity(path: Path) -> object:
