@@ -7,13 +7,12 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from attnserve._caching import plans
-from attnserve._caching.caches import AsyncCache, AsyncCaches
+from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
 from attnserve._caching.creation import Making
-from attnserve._caching.plans import CacheState, CacheStates
 from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
@@ -74,7 +73,7 @@ class AsyncClient:
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        caches: CacheStates | None = None,
+        caches: AsyncCache | Iterable[AsyncCache] | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[KindT]:
@@ -92,7 +91,7 @@ class AsyncClient:
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        caches: CacheStates | None = None,
+        caches: AsyncCache | Iterable[AsyncCache] | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> asyncio.Future[AttentionResult[KindT]]:
@@ -115,8 +114,8 @@ class AsyncClient:
         layer: str,
         input: ArrayOf[KindT],
         *,
-        caches: CacheStates | None = None,
-        cache: CacheState | None = None,
+        caches: AsyncCache | Iterable[AsyncCache] | None = None,
+        cache: AsyncCache | None = None,
         **options: Unpack[ApplyOptions],
     ) -> LayerResult[KindT]:
         """Applies a layer whose weights the server holds. Arguments, result and errors are those of `Client.apply`.
@@ -132,8 +131,8 @@ class AsyncClient:
         layer: str,
         input: ArrayOf[KindT],
         *,
-        caches: CacheStates | None = None,
-        cache: CacheState | None = None,
+        caches: AsyncCache | Iterable[AsyncCache] | None = None,
+        cache: AsyncCache | None = None,
         **options: Unpack[ApplyOptions],
     ) -> asyncio.Future[LayerResult[KindT]]:
         """Asks for a layer to be applied and returns a future of the result.
@@ -187,7 +186,7 @@ class AsyncClient:
         if address is not None:
             address = arguments.address("address", address)
             return AsyncCache(self, await self._calls.ask(cache_requests.get(name), timeout, address), address)
-        info, home = await self.caches.find(name, timeout)
+        info, home = await find_soon(self._calls, name, timeout)
         return AsyncCache(self, info, home or info.address)
 
     @property

@@ -7,14 +7,13 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from attnserve._caching import plans
-from attnserve._caching.caches import Cache, Caches
+from attnserve._caching.caches import Cache, Caches, find
 from attnserve._caching.creation import Making
-from attnserve._caching.plans import CacheState, CacheStates
 from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
@@ -98,7 +97,7 @@ class Client:
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        caches: CacheStates | None = None,
+        caches: Cache | Iterable[Cache] | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[KindT]:
@@ -167,7 +166,7 @@ class Client:
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        caches: CacheStates | None = None,
+        caches: Cache | Iterable[Cache] | None = None,
         cache_layer: int = 0,
         **options: Unpack[AttendOptions],
     ) -> Future[AttentionResult[KindT]]:
@@ -193,8 +192,8 @@ class Client:
         layer: str,
         input: ArrayOf[KindT],
         *,
-        caches: CacheStates | None = None,
-        cache: CacheState | None = None,
+        caches: Cache | Iterable[Cache] | None = None,
+        cache: Cache | None = None,
         **options: Unpack[ApplyOptions],
     ) -> LayerResult[KindT]:
         """Applies a layer whose weights the server holds, and waits for it.
@@ -249,8 +248,8 @@ class Client:
         layer: str,
         input: ArrayOf[KindT],
         *,
-        caches: CacheStates | None = None,
-        cache: CacheState | None = None,
+        caches: Cache | Iterable[Cache] | None = None,
+        cache: Cache | None = None,
         **options: Unpack[ApplyOptions],
     ) -> Future[LayerResult[KindT]]:
         """Asks for a layer to be applied and returns a future of the result.
@@ -320,7 +319,7 @@ class Client:
         if address is not None:
             address = arguments.address("address", address)
             return Cache(self, self._calls.ask(cache_requests.get(name), timeout, address), address)
-        info, home = self.caches.find(name, timeout)
+        info, home = find(self._calls, name, timeout)
         return Cache(self, info, home or info.address)
 
     @property

@@ -17,7 +17,8 @@ import pytest
 from calls import PATIENCE_S
 
 from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError
-from attnserve._caching.plans import CacheState, Plan, Request, Steps
+from attnserve._caching.plans import Plan, Request, Steps
+from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction, perform
 from attnserve._caching.turns import Turns
 from attnserve._requests import cache_requests

@@ -101,7 +101,6 @@ def test_it_is_the_default_of_every_timeout_but_that_of_loading(prefix: str) -> 
         for name, method in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and "timeout" in inspect.signature(method).parameters
     }
-    defaults.pop("Caches.find")
     assert defaults.pop("Layers.load") == 600.0
     assert set(defaults.values()) == {...}
     assert set(defaults) == set(ASKS) - {"Layers.load", "Cache.bytes"}

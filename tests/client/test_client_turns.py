@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve._caching.plans import CacheState, Plan, Steps
+from attnserve._caching.plans import Plan, Steps
+from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction
 from attnserve._caching.turns import Line, Turn, Turns
 from attnserve._requests import cache_requests

@@ -121,7 +121,7 @@ class Failing(Recorder):
         if failing:
             # As if the answer had been lost: what the SDK knew before is all that it knows.
             for cache in options["caches"]:
-                cache.tokens[options["cache_layer"]] -= states[0].shape[2]
+                cache._state.tokens[options["cache_layer"]] -= states[0].shape[2]
             raise self.error
         return result
 
@@ -158,7 +158,7 @@ def test_an_append_whose_answer_is_lost(client: Client, monkeypatch: pytest.Monk
 
         def lost(self: Cache, *arguments: Any, **options: Any) -> int:
             append(self, *arguments, **options)
-            self.tokens[0] -= 5
+            self._state.tokens[0] -= 5
             raise OverloadedError("not now")
 
         with monkeypatch.context() as patched:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
-from attnserve._caching.plans import CacheState
+from attnserve._caching.state import CacheState, Handle
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
@@ -31,7 +31,7 @@ _OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
 """Errors of one server that do not stop the others from being asked."""
 
 
-class Cache(CacheState):
+class Cache(Handle):
     """A cache on a server, made by `Client.create_cache` or opened by `Client.open_cache`.
 
         with client.create_cache(num_kv_heads=8, head_dim=64) as cache:
@@ -53,7 +53,7 @@ class Cache(CacheState):
     """
 
     def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
-        super().__init__(info, client._calls.turns, home)
+        super().__init__(CacheState(info, client._calls.turns, home))
         self._client = client
         self._calls = client._calls
 
@@ -76,7 +76,7 @@ class Cache(CacheState):
         - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, optionally with a leading batch axis of one; with the
           layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
         """
-        return self._calls.perform(plans.append(self, key, value, layer, layout, self._calls.seconds(timeout)))
+        return self._calls.perform(plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout)))
 
     @arguments.takes_options(AttendOptions, encode_attend)
     def attend(
@@ -102,9 +102,9 @@ class Cache(CacheState):
         """
         rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
-            making.at(self.home)
-            info = self._calls.perform(plans.fork(self, rpc, seconds))
-            cache = Cache(self._client, info, self.home)
+            making.at(self._state.home)
+            info = self._calls.perform(plans.fork(self._state, rpc, seconds))
+            cache = Cache(self._client, info, self._state.home)
             making.done()
         return cache
 
@@ -112,19 +112,19 @@ class Cache(CacheState):
         """Cuts the cache off at a length, as if what came after had never been appended. Layers that are shorter stay
         as they are; `InvalidRequestError` if all are.
         """
-        self._calls.perform(plans.truncate(self, length, self._calls.seconds(timeout)))
+        self._calls.perform(plans.truncate(self._state, length, self._calls.seconds(timeout)))
 
     def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return self._calls.ask(cache_requests.get(self.name), timeout, self.home)
+        return self._calls.ask(cache_requests.get(self.name), timeout, self._state.home)
 
     def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
-        return self._calls.perform(plans.refresh(self, self._calls.seconds(timeout)))
+        return self._calls.perform(plans.refresh(self._state, self._calls.seconds(timeout)))
 
     def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        self._calls.perform(plans.delete(self, self._calls.seconds(timeout)))
+        self._calls.perform(plans.delete(self._state, self._calls.seconds(timeout)))
 
     def __enter__(self) -> Self:
         return self
@@ -135,11 +135,11 @@ class Cache(CacheState):
             self.delete()
 
 
-class AsyncCache(CacheState):
+class AsyncCache(Handle):
     """A cache on a server, for asyncio: `Cache`, awaited. `info` says how many bytes it holds."""
 
     def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
-        super().__init__(info, client._calls.turns, home)
+        super().__init__(CacheState(info, client._calls.turns, home))
         self._client = client
         self._calls = client._calls
 
@@ -153,7 +153,9 @@ class AsyncCache(CacheState):
         timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
-        return await self._calls.perform(plans.append(self, key, value, layer, layout, self._calls.seconds(timeout)))
+        return await self._calls.perform(
+            plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout))
+        )
 
     @arguments.takes_options(AttendOptions, encode_attend)
     async def attend(
@@ -173,27 +175,27 @@ class AsyncCache(CacheState):
         """Makes another cache with the same content, in constant time, as `Cache.fork` does."""
         rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
-            making.at(self.home)
-            info = await self._calls.perform(plans.fork(self, rpc, seconds))
-            cache = AsyncCache(self._client, info, self.home)
+            making.at(self._state.home)
+            info = await self._calls.perform(plans.fork(self._state, rpc, seconds))
+            cache = AsyncCache(self._client, info, self._state.home)
             making.done()
         return cache
 
     async def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as `Cache.truncate` does."""
-        await self._calls.perform(plans.truncate(self, length, self._calls.seconds(timeout)))
+        await self._calls.perform(plans.truncate(self._state, length, self._calls.seconds(timeout)))
 
     async def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return await self._calls.ask(cache_requests.get(self.name), timeout, self.home)
+        return await self._calls.ask(cache_requests.get(self.name), timeout, self._state.home)
 
     async def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
-        return await self._calls.perform(plans.refresh(self, self._calls.seconds(timeout)))
+        return await self._calls.perform(plans.refresh(self._state, self._calls.seconds(timeout)))
 
     async def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        await self._calls.perform(plans.delete(self, self._calls.seconds(timeout)))
+        await self._calls.perform(plans.delete(self._state, self._calls.seconds(timeout)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,11 +203,6 @@ class AsyncCache(CacheState):
     async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with suppress(*() if kind is None else (AttnServeError,)):  # as in `Cache`
             await self.delete()
-
-
-def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
-    """The error to raise if none of the servers asked did it: that one is out of reach, if one is."""
-    return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])
 
 
 class Caches:
@@ -231,17 +228,7 @@ class Caches:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
-        return self.find(name, timeout)[0]
-
-    def find(self, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
-        """Describes one cache, and gives the address of its server if the client knows several."""
-        failures: list[AttnServeError] = []
-        for home in self._calls.servers.homes(self._calls.seconds(timeout)):
-            try:
-                return self._calls.ask(cache_requests.get(name), timeout, home), home
-            except (NotFoundError, *_OUT_OF_REACH) as error:
-                failures.append(error)
-        raise _in_vain(failures)
+        return find(self._calls, name, timeout)[0]
 
     def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
@@ -280,17 +267,7 @@ class AsyncCaches:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
         another error if a server that might have it is out of reach.
         """
-        return (await self.find(name, timeout))[0]
-
-    async def find(self, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
-        """Describes one cache, and gives the address of its server, as `Caches.find` does."""
-        failures: list[AttnServeError] = []
-        for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
-            try:
-                return await self._calls.ask(cache_requests.get(name), timeout, home), home
-            except (NotFoundError, *_OUT_OF_REACH) as error:
-                failures.append(error)
-        raise _in_vain(failures)
+        return (await find_soon(self._calls, name, timeout))[0]
 
     async def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
         """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
@@ -308,3 +285,32 @@ class AsyncCaches:
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
+
+
+def find(calls: thread_calls.Calls, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
+    """Describes one cache, and gives the address of its server if the client knows several. Raises what `Caches.get`
+    does.
+    """
+    failures: list[AttnServeError] = []
+    for home in calls.servers.homes(calls.seconds(timeout)):
+        try:
+            return calls.ask(cache_requests.get(name), timeout, home), home
+        except (NotFoundError, *_OUT_OF_REACH) as error:
+            failures.append(error)
+    raise _in_vain(failures)
+
+
+async def find_soon(calls: task_calls.Calls, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
+    """The same for asyncio."""
+    failures: list[AttnServeError] = []
+    for home in await calls.servers.homes_soon(calls.seconds(timeout)):
+        try:
+            return await calls.ask(cache_requests.get(name), timeout, home), home
+        except (NotFoundError, *_OUT_OF_REACH) as error:
+            failures.append(error)
+    raise _in_vain(failures)
+
+
+def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
+    """The error to raise if none of the servers asked did it: that one is out of reach, if one is."""
+    return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])

@@ -19,13 +19,12 @@ that failed but did run is refused, and nothing is appended twice.
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from attnserve._caching.turns import Line, Turns
+from attnserve._caching.state import CacheState, Handle, Handles
+from attnserve._caching.turns import Turns
 from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.apply import ApplyCall, ApplyOptions, encode_apply
@@ -44,61 +43,6 @@ Request: TypeAlias = EncodedCall[Any] | Rpc[Any, Any]
 
 Steps: TypeAlias = Generator[Request, Any, T]
 """Yields requests, is sent their results, and returns the result of the operation."""
-
-
-class CacheState:
-    """What the SDK knows of a cache."""
-
-    def __init__(self, info: CacheInfo, turns: Turns, home: str | None = None) -> None:
-        self.name: Final = info.name
-        """Its name, which nobody can guess."""
-        self.num_kv_heads: Final = info.num_kv_heads
-        """The heads of its keys and values."""
-        self.head_dim: Final = info.head_dim
-        """The width of each key head."""
-        self.value_dim: Final = info.value_dim
-        """The width of each value head."""
-        self.layers: Final = info.layers
-        """How many layers it has."""
-        self.dtype: Final = info.dtype
-        """The stored dtype, such as ``float32``."""
-        self.ttl: Final = info.ttl
-        """How long it lives after its last use, in seconds; None: until it is deleted."""
-        self.home: Final = home
-        """The address of the server that is asked about it; None for wherever the client's address leads."""
-        self.address: Final = info.address or home
-        """Where the server that holds it can be reached, also for `Client.open_cache`; None if not known."""
-        self.tokens: Final = list(info.lengths)
-        """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
-        self.ids: Final = itertools.count(secrets.randbits(63) + 1)
-        """Ids by which the server recognises repeated appends and truncations; different from any other client's."""
-        self.line: Final = Line()
-        """The operations that use or wait for the cache."""
-        self.turns: Final = turns
-        """The turns of its client."""
-
-    @property
-    def length(self) -> int:
-        """The number of tokens in layer 0, as of the last operation that succeeded."""
-        return self.tokens[0]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of tokens in each layer, as of the last operation that succeeded."""
-        return tuple(self.tokens)
-
-    def __repr__(self) -> str:
-        """Its shape and known length, without asking the server; its name only in part."""
-        sizes = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "length", "address")
-        described = ", ".join(f"{size}={getattr(self, size)!r}" for size in sizes)
-        return f"{type(self).__name__}({cache_requests.shown(self.name)}, {described})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a cache cannot be pickled: have it opened by its name, with open_cache")
-
-
-CacheStates: TypeAlias = CacheState | Iterable[CacheState]
-"""One cache or several."""
 
 
 class Plan(NamedTuple, Generic[T]):
@@ -130,7 +74,7 @@ def append(
         before = cache.tokens[layer]
         length = before + tokens
         try:
-            length = yield cache_requests.append(cache.name, layer, before, next(cache.ids), fields)
+            length = yield cache_requests.append(cache.info.name, layer, before, next(cache.ids), fields)
         except FailedPreconditionError as error:
             if not error.appended:
                 raise
@@ -157,14 +101,14 @@ def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
     """Deletes a cache, after all operations that were asked for before."""
-    return Plan(_one(cache_requests.delete([cache.name])), (cache,), True, timeout)
+    return Plan(_one(cache_requests.delete([cache.info.name])), (cache,), True, timeout)
 
 
 def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
     """Asks for the description of a cache, and takes over its lengths."""
 
     def steps() -> Steps[CacheInfo]:
-        info: CacheInfo = yield cache_requests.get(cache.name)
+        info: CacheInfo = yield cache_requests.get(cache.info.name)
         cache.tokens[:] = info.lengths
         return info
 
@@ -173,7 +117,7 @@ def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
 
 def attend(
     turns: Turns,
-    caches: CacheStates,
+    caches: Handles,
     layer: int,
     query: ArrayOf[KindT],
     key: ArrayLike | None,
@@ -211,7 +155,7 @@ def _attending(
 
 def apply(
     turns: Turns,
-    caches: CacheStates,
+    caches: Handles,
     layer: str,
     input: ArrayOf[KindT],
     default_timeout: float | None,
@@ -249,7 +193,7 @@ def _one(rpc: Rpc[Any, T]) -> Steps[T]:
 def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
     """Truncates a cache to a length, once. The result is the lengths of its layers after that."""
     try:
-        info: CacheInfo = yield cache_requests.truncate(cache.name, length, expected, next(cache.ids))
+        info: CacheInfo = yield cache_requests.truncate(cache.info.name, length, expected, next(cache.ids))
     except FailedPreconditionError as error:
         if not error.truncated:
             raise
@@ -270,7 +214,7 @@ def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, len
     """Makes a call refer to caches, with their expected lengths. It appends to all or to none, so it has one id."""
     append_id = next(states[0].ids) if call.appends else 0
     references = [
-        pb.CacheReference(name=state.name, layer=layer, expected_length=length, append_id=append_id)
+        pb.CacheReference(name=state.info.name, layer=layer, expected_length=length, append_id=append_id)
         for state, length in zip(states, lengths, strict=True)
     ]
     call.prepend(call.operation.request_type(caches=references).SerializeToString())
@@ -283,35 +227,36 @@ def _lengths(result: AttentionResult[Any] | LayerResult[Any], states: Sequence[C
     return result.cache_lengths
 
 
-def one_or_many(cache: CacheState | None, caches: CacheStates | None) -> CacheStates | None:
+def one_or_many(cache: Handle | None, caches: Handles | None) -> Handles | None:
     """The caches named by the arguments `cache` and `caches`, of which only one may be given; None for none."""
     if cache is not None and caches is not None:
         raise InvalidRequestError("caches: expected cache or caches, found both", field="caches")
     return caches if cache is None else cache
 
 
-def _checked(turns: Turns, caches: CacheStates) -> Sequence[CacheState]:
+def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
     """The caches: at least one, each only once, all of this client and on one server; else InvalidRequestError."""
-    if isinstance(caches, CacheState) and caches.turns is turns:
-        return (caches,)
-    states = list(caches) if isinstance(caches, Iterable) and not isinstance(caches, str) else [caches]
-    if not states:
+    if isinstance(caches, Handle) and caches._state.turns is turns:
+        return (caches._state,)
+    handles = list(caches) if isinstance(caches, Iterable) and not isinstance(caches, str) else [caches]
+    if not handles:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
-    for state in states:
-        if not isinstance(state, CacheState) or state.turns is not turns:
+    for handle in handles:
+        if not isinstance(handle, Handle) or handle._state.turns is not turns:
             # A cache's name is for whoever may use it, and is not shown.
-            found = "a string; open_cache makes a cache of its name" if isinstance(state, str) else repr(state)
+            found = "a string; open_cache makes a cache of its name" if isinstance(handle, str) else repr(handle)
             raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
+    states = [handle._state for handle in handles]
     if len({state.home for state in states}) > 1:
         raise InvalidRequestError("caches: expected caches of one server, found several's", field="caches")
-    if len({state.name for state in states}) < len(states):
+    if len({state.info.name for state in states}) < len(states):
         raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
     return states
 
 
 def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
     index = arguments.count(field, layer, 0, 32)
-    layers = min([state.layers for state in states])
+    layers = min([state.info.layers for state in states])
     if index >= layers:
         raise InvalidRequestError(f"{field}: expected 0 to {layers - 1}, found {index}", field=field)
     return index

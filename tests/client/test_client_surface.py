@@ -1,0 +1,61 @@
+"""What callers see of the SDK's objects: what is documented, and nothing of how it works."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterable
+from typing import Any, Final
+
+import pytest
+
+from attnserve import AsyncCache, AsyncCaches, AsyncClient, AsyncLayers, Cache, CacheInfo, Caches, Client, Layers
+
+INFO: Final = CacheInfo("cache", 2, 3, 4, 2, "float32", (5, 6), 0, 0, 7.0, 6.0)
+
+FACTS: Final = {
+    "name": "cache",
+    "num_kv_heads": 2,
+    "head_dim": 3,
+    "value_dim": 4,
+    "layers": 2,
+    "dtype": "float32",
+    "ttl": 7.0,
+    "address": "host:1",
+    "length": 5,
+    "lengths": (5, 6),
+}
+"""What a cache tells without asking its server."""
+
+OPERATIONS: Final = {"append", "attend", "delete", "fork", "info", "refresh", "truncate"}
+
+
+def public(value: object) -> set[str]:
+    return {name for name in dir(value) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("client_class", "cache_class"), [(Client, Cache), (AsyncClient, AsyncCache)])
+def test_a_cache_shows_what_it_is_and_cannot_be_changed(client_class: Any, cache_class: Any) -> None:
+    cache = cache_class(client_class("host:1"), INFO, "host:1")
+    asks = {"bytes"} if cache_class is Cache else set()
+    assert public(cache) == set(FACTS) | OPERATIONS | asks
+    assert {name: getattr(cache, name) for name in FACTS} == FACTS
+    for name in FACTS:
+        assert inspect.getdoc(getattr(cache_class, name)), name
+        with pytest.raises(AttributeError):
+            setattr(cache, name, None)
+
+
+def test_the_caches_and_layers_of_a_server() -> None:
+    for kind in (Caches, AsyncCaches):
+        assert public(kind) == {"delete", "get", "list", "pool"}
+    for kind in (Layers, AsyncLayers):
+        assert public(kind) == {"get", "list", "load", "unload"}
+
+
+@pytest.mark.parametrize(("client_class", "cache_class"), [(Client, Cache), (AsyncClient, AsyncCache)])
+def test_a_client_says_of_which_kind_its_caches_are(client_class: Any, cache_class: Any) -> None:
+    for name in ("attend", "submit", "apply", "submit_apply"):
+        hints = typing.get_type_hints(getattr(client_class, name))
+        assert hints["caches"] == cache_class | Iterable[cache_class] | None
+        assert hints.get("cache") in (None, cache_class | None)
