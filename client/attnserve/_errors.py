@@ -106,7 +106,7 @@ class FailedPreconditionError(AttnServeError):
     @property
     def name(self) -> str | None:
         """The name of the cache whose length, or whose layers' lengths, are not as needed: of several, the first. None
-        for other errors, and from servers that do not say it.
+        for other errors.
         """
         return self._text("name") or None
 

@@ -32,7 +32,7 @@ class Limits:
     max_message_calls: int
     """The most calls, and also the most cancelled ids, in one message of a stream."""
     max_rank: int
-    """The most axes of a tensor. 0, here and below: the server's version does not say."""
+    """The most axes of a tensor."""
     max_elements: int
     """The most elements of a tensor."""
     max_sequences: int
@@ -93,8 +93,8 @@ class ServerInfo:
     """The device's name, as its maker gives it."""
     torch_version: str
     """The version of torch."""
-    threads: int
-    """The threads that compute, on a CPU; 0 on other devices."""
+    threads: int | None
+    """The threads that compute, on a CPU; None on other devices."""
     dtypes: tuple[str, ...]
     """The dtypes that queries may have, such as ``bfloat16``."""
     limits: Limits
@@ -112,7 +112,7 @@ class ServerInfo:
     cache_pool_bytes: int
     """The bytes of the pool of resident caches."""
     settings: tuple[Setting, ...]
-    """Every setting, in the order of the documentation; empty if the server is too old to tell them."""
+    """Every setting, in the order of the documentation."""
 
 
 _SOURCES: Final = {
@@ -129,7 +129,7 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
         device=info.device,
         device_name=info.device_name,
         torch_version=info.torch_version,
-        threads=info.threads,
+        threads=info.threads or None,
         dtypes=tuple(_dtypes.name(dtype) for dtype in info.dtypes),
         limits=Limits(**{limit.name: getattr(info.limits, limit.name) for limit in fields(Limits)}),
         kernels=tuple(Kernel(kernel.name, kernel.description) for kernel in info.kernels),

@@ -39,10 +39,10 @@ class Layer:
     """The bytes that they take on the device."""
     version: int
     """The layer's version: a number that grows with each load of a layer, across all names."""
-    input_width: int
-    """The width of its input; 0 if it takes token ids."""
-    context_width: int
-    """The width of its context; 0 if it takes none."""
+    input_width: int | None
+    """The width of its input; None if it takes token ids."""
+    context_width: int | None
+    """The width of its context; None if it takes none."""
     output_width: int
     """The width of its output."""
     query_heads: int
@@ -51,17 +51,17 @@ class Layer:
     """Its key/value heads; 1 if it has no heads."""
     head_dim: int
     """The width of each of its query heads (of the hidden units, for additive scores)."""
-    blocks: int
-    """Its blocks, for a transformer; 0 for others."""
-    vocabulary: int
-    """The size of its vocabulary; 0 if it takes activations."""
+    blocks: int | None
+    """Its blocks, for a transformer; None for others."""
+    vocabulary: int | None
+    """The size of its vocabulary; None if it takes activations."""
     causal: bool
     """Whether it is causal by its definition."""
     value_dim: int
     """The width of each of its value heads (of the values, for learned scores). A cache for a decoder needs it, too."""
-    positions: int
+    positions: int | None
     """How many positions have an embedding, if these are learned: a sequence may have so many tokens, those in its
-    cache included; 0 if there is no bound."""
+    cache included; None if there is no bound."""
 
 
 class Layers:
@@ -161,15 +161,15 @@ def _layer(layer: pb.Layer) -> Layer:
         parameters=layer.parameters,
         bytes=layer.bytes,
         version=layer.version,
-        input_width=layer.input_width,
-        context_width=layer.context_width,
+        input_width=layer.input_width or None,
+        context_width=layer.context_width or None,
         output_width=layer.output_width,
         query_heads=layer.query_heads,
         kv_heads=layer.kv_heads,
         head_dim=layer.head_dim,
-        blocks=layer.blocks,
-        vocabulary=layer.vocabulary,
+        blocks=layer.blocks or None,
+        vocabulary=layer.vocabulary or None,
         causal=layer.causal,
-        value_dim=layer.value_dim or layer.head_dim,  # older servers do not say
-        positions=layer.positions,
+        value_dim=layer.value_dim,
+        positions=layer.positions or None,
     )

@@ -77,7 +77,7 @@ async def test_what_is_there(layer_server: Server, layer_client: Client, models:
         assert layer.parameters == sum(each.numel() for each in module.parameters())
     by_name = {layer.name: layer for layer in layers}
     bert = by_name["bert"]
-    assert (bert.kind, bert.vocabulary, bert.input_width, bert.output_width) == ("transformer", 40, 0, 24)
+    assert (bert.kind, bert.vocabulary, bert.input_width, bert.output_width) == ("transformer", 40, None, 24)
     assert (bert.blocks, bert.query_heads, bert.head_dim, bert.causal) == (2, 4, 6, False)
     assert bert.bytes == 8 * bert.parameters
     assert (bert.value_dim, bert.positions) == (6, 32)
@@ -89,8 +89,9 @@ async def test_what_is_there(layer_server: Server, layer_client: Client, models:
     original = by_name["original/encoder_decoder"]
     assert (original.kind, original.query_heads, original.head_dim) == ("multi_head", 8, 64)
     additive = by_name["additive/float32"]
-    assert (llama.value_dim, llama.positions, additive.value_dim) == (8, 0, additive.output_width)
+    assert (llama.value_dim, llama.positions, additive.value_dim) == (8, None, additive.output_width)
     assert (additive.kind, additive.input_width, additive.context_width, additive.head_dim) == ("additive", 24, 10, 16)
+    assert (bert.context_width, additive.blocks, additive.vocabulary) == (None, None, None)
     assert len({layer.version for layer in layers}) == len(layers)
     async with AsyncClient(layer_server.address) as client:
         assert await client.layers.list() == layers

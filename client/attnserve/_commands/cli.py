@@ -261,7 +261,7 @@ def _text(info: ServerInfo) -> str:
         ("torch", info.torch_version),
         ("grpc", info.grpc_version),
         ("usable cpus", str(info.usable_cpus)),
-        ("threads", str(info.threads)),
+        *(() if info.threads is None else (("threads", str(info.threads)),)),
         ("cache pool", f"{info.cache_pool_bytes:,} bytes"),
         ("dtypes", ", ".join(info.dtypes)),
         ("features", ", ".join(info.features)),
@@ -307,12 +307,16 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
         f"{layer.parameters:,}",
         f"{layer.bytes:,}",
         str(layer.version),
-        "token ids" if layer.vocabulary else str(layer.input_width),
-        str(layer.context_width or ""),
+        "token ids" if layer.input_width is None else str(layer.input_width),
+        _or_empty(layer.context_width),
         str(layer.output_width),
         f"{heads} × {width}",
-        str(layer.blocks or ""),
+        _or_empty(layer.blocks),
     )
+
+
+def _or_empty(count: int | None) -> str:
+    return "" if count is None else str(count)
 
 
 def _pool_text(pool: CachePool) -> str:
