@@ -87,6 +87,8 @@ class ServerInfo:
 
     version: str
     """The version of the server."""
+    address: str | None
+    """Where this server itself can be reached, bypassing load balancers; None if it is not configured to say so."""
     device: str
     """The device that computes, such as ``cpu`` or ``cuda:0``."""
     device_name: str
@@ -126,6 +128,7 @@ _SOURCES: Final = {
 def _read(info: pb.ServerInfoResponse) -> ServerInfo:
     return ServerInfo(
         version=info.version,
+        address=info.address or None,
         device=info.device,
         device_name=info.device_name,
         torch_version=info.torch_version,

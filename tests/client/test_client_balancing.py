@@ -109,6 +109,10 @@ def test_several_servers(servers: list[Server]) -> None:
         assert [answered(server) for server in three] == [10, 10, 10]
         assert [answered(server, "attend") for server in three] == [10, 10, 10]
         check_caches(client, three)
+        assert {client.server_info().address for _ in range(12)} <= set(addresses)
+    for address in addresses:
+        with Client(address) as client:
+            assert client.server_info().address == address
 
     with Load(lambda: list(addresses)) as load:
         load.goes_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import typing
 from collections.abc import Iterable
@@ -9,7 +10,21 @@ from typing import Any, Final
 
 import pytest
 
-from attnserve import AsyncCache, AsyncCaches, AsyncClient, AsyncLayers, Cache, CacheInfo, Caches, Client, Layers
+from attnserve import (
+    AsyncCache,
+    AsyncCaches,
+    AsyncClient,
+    AsyncLayers,
+    Cache,
+    CacheInfo,
+    Caches,
+    Client,
+    Layer,
+    Layers,
+    Limits,
+    ServerInfo,
+)
+from attnserve.v1 import attention_pb2, caches_pb2, layers_pb2
 
 INFO: Final = CacheInfo("cache", 2, 3, 4, 2, "float32", (5, 6), 0, 0, 7.0, 6.0)
 
@@ -51,6 +66,19 @@ def test_the_caches_and_layers_of_a_server() -> None:
         assert public(kind) == {"delete", "get", "list", "pool"}
     for kind in (Layers, AsyncLayers):
         assert public(kind) == {"get", "list", "load", "unload"}
+
+
+@pytest.mark.parametrize(
+    ("message", "value"),
+    [
+        (attention_pb2.ServerInfoResponse, ServerInfo),
+        (attention_pb2.Limits, Limits),
+        (layers_pb2.Layer, Layer),
+        (caches_pb2.Cache, CacheInfo),
+    ],
+)
+def test_whatever_a_server_tells_reaches_the_caller(message: Any, value: Any) -> None:
+    assert {field.name for field in dataclasses.fields(value)} == set(message.DESCRIPTOR.fields_by_name)
 
 
 @pytest.mark.parametrize(("client_class", "cache_class"), [(Client, Cache), (AsyncClient, AsyncCache)])

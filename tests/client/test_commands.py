@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -29,6 +30,19 @@ def test_the_command_says_what_a_server_is(server: Any, client: Client, capsys: 
     assert re.search(rf"^--max-requests +{info.limits.max_requests} \(default\)$", text, re.MULTILINE)
     assert re.search(r"^--listen +not told to callers \(flag\)$", text, re.MULTILINE)
     assert len(printed["settings"]) == len(info.settings) > 10
+
+
+def test_the_command_says_where_a_server_is_that_says_so(
+    server: Any, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["info", server.address]) == 0
+    assert not re.search("^address ", capsys.readouterr().out, re.MULTILINE)
+    info = dataclasses.replace(client.server_info(), address="here.example:8001", threads=None)
+    monkeypatch.setattr(Client, "server_info", lambda self, timeout: info)
+    assert cli.main(["info", server.address]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^address +here\.example:8001$", text, re.MULTILINE)
+    assert not re.search("^threads ", text, re.MULTILINE), "they do not compute"
 
 
 def test_the_command_is_cut_short(server: Any) -> None:

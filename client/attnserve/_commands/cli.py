@@ -256,6 +256,7 @@ def _text(info: ServerInfo) -> str:
     """The information, one item per line."""
     rows = [
         ("version", info.version),
+        *(() if info.address is None else (("address", info.address),)),
         ("device", f"{info.device} ({info.device_name})" if info.device_name else info.device),
         ("python", info.python_version),
         ("torch", info.torch_version),
