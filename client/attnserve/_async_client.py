@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
 from attnserve._caching.creation import Making
+from attnserve._caching.pending import pending
 from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
@@ -151,6 +152,7 @@ class AsyncClient:
         """The layers on the server: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
         return AsyncLayers(self._calls.ask)
 
+    @pending
     async def create_cache(
         self,
         num_kv_heads: int,
@@ -164,7 +166,8 @@ class AsyncClient:
     ) -> AsyncCache:
         """Creates an empty cache on the server. Arguments are those of `Client.create_cache`.
 
-        As a context manager, the cache is deleted when the body ends: ``async with await client.create_cache(8, 64)``.
+        What it returns can be awaited, or entered: ``async with client.create_cache(8, 64) as cache`` deletes the cache
+        when the body ends.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         timeout = self._calls.seconds(timeout)
@@ -181,8 +184,11 @@ class AsyncClient:
                     return cache
         raise making.failure
 
+    @pending
     async def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> AsyncCache:
-        """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it."""
+        """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it. It can be entered as with
+        `create_cache`.
+        """
         if address is not None:
             address = arguments.address("address", address)
             return AsyncCache(self, await self._calls.ask(cache_requests.get(name), timeout, address), address)

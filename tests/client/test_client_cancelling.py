@@ -139,6 +139,25 @@ def test_creations_and_forks_of_one_client(
     observer.caches.delete(made)
 
 
+def test_a_cache_for_a_block(paged_server: Server, observer: Client, turns: Turns, runner: asyncio.Runner) -> None:
+    """It is gone after the block, whenever that is cancelled: while it is made, used or deleted."""
+    before = _names(observer.caches.list())
+
+    async def run() -> None:
+        async with AsyncClient(paged_server.address) as client:
+
+            async def use() -> int:
+                async with client.create_cache(2, 8) as cache, cache.fork() as fork:
+                    return await fork.append(*tokens(0, 3))
+
+            outcomes = await turns.each(use)
+            assert outcomes[-1] == 3
+            assert len(outcomes) > 10
+
+    runner.run(run())
+    assert _names(observer.caches.list()) == before
+
+
 def test_appends(paged_server: Server, turns: Turns, runner: asyncio.Runner) -> None:
     """Each is done at most once; the SDK can find out whether it was, and goes on."""
 

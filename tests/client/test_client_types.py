@@ -95,8 +95,10 @@ async def test_asyncio(layer_server: Any) -> None:
         asked = client.submit_apply(LAYER, torch.arange(3))
         assert_type(asked, asyncio.Future[LayerResult[torch.Tensor]])
         assert isinstance((await asked).output, torch.Tensor)
-        async with await client.create_cache(2, 4) as cache:
+        async with client.create_cache(2, 4) as cache, await cache.fork() as fork, cache.fork() as another:
             assert_type(cache, AsyncCache)
+            assert_type(fork, AsyncCache)
+            assert_type(another, AsyncCache)
             attended = await cache.attend(OF_ONE_TOKEN, FLOATS, FLOATS)
             assert_type(attended, AttentionResult[NumPy])
             assert isinstance(attended.output, np.ndarray)

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
+from attnserve._caching.pending import pending
 from attnserve._caching.state import CacheState, Handle
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
 from attnserve._requests import arguments, cache_requests
@@ -136,7 +138,13 @@ class Cache(Handle):
 
 
 class AsyncCache(Handle):
-    """A cache on a server, for asyncio: `Cache`, awaited. `info` says how many bytes it holds."""
+    """A cache on a server, for asyncio: `Cache`, awaited.
+
+        async with client.create_cache(num_kv_heads=8, head_dim=64) as cache:
+            result = await cache.attend(query, key, value, causal=True)
+
+    Leaving the `async with` deletes it, also when the task is cancelled. `info` says how many bytes it holds.
+    """
 
     def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
         super().__init__(CacheState(info, client._calls.turns, home))
@@ -171,8 +179,11 @@ class AsyncCache(Handle):
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
+    @pending
     async def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> AsyncCache:
-        """Makes another cache with the same content, in constant time, as `Cache.fork` does."""
+        """Makes another cache with the same content, in constant time, as `Cache.fork` does. It can be entered as with
+        `AsyncClient.create_cache`.
+        """
         rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
             making.at(self._state.home)
@@ -202,7 +213,11 @@ class AsyncCache(Handle):
 
     async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with suppress(*() if kind is None else (AttnServeError,)):  # as in `Cache`
-            await self.delete()
+            try:
+                await self.delete()
+            except CancelledError:  # which nobody would do again
+                self._calls.tell(cache_requests.delete([self.name]), self._state.home)
+                raise
 
 
 class Caches:
