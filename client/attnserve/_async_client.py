@@ -171,7 +171,7 @@ class AsyncClient:
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
         timeout = self._calls.seconds(timeout)
-        servers = self._calls.servers.each_once(await self._calls.servers.find_soon(timeout))
+        servers = self._calls.servers.each_once(await self._calls.servers.resolve_soon(timeout))
         with Making(rpc, self._calls.tell) as making:
             for address, left, again in making.attempts(servers, self._settings.policy, timeout):
                 try:

@@ -72,9 +72,9 @@ class Calls:
 
     async def look(self) -> None:
         """Looks up the servers, if needed. An error is left for the first call to raise."""
-        if self.servers.must_look:
+        if self.servers.is_unresolved:
             with suppress(UnavailableError, DeadlineExceededError):
-                await self.servers.find_soon(self._settings.timeout)
+                await self.servers.resolve_soon(self._settings.timeout)
 
     async def close(self) -> None:
         """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`. Once
@@ -138,7 +138,7 @@ class Calls:
 
     def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
         """The function to await before a call is sent, if a look-up is needed."""
-        return self.servers.find_soon if home is None and self.servers.must_look else None
+        return self.servers.resolve_soon if home is None and self.servers.is_unresolved else None
 
     def _send_on_stream(self, future: CallFuture[Any, T], call: EncodedCall[T], home: str | None) -> None:
         try:
@@ -150,7 +150,7 @@ class Calls:
 
     async def _send_when_found(self, future: CallFuture[Any, T], call: EncodedCall[T]) -> None:
         try:
-            call.timeout = await self.servers.find_soon(call.timeout)
+            call.timeout = await self.servers.resolve_soon(call.timeout)
             self._send_on_stream(future, call, None)
         except Exception as error:  # asyncio would report it only when the task is collected
             future.settle(error)

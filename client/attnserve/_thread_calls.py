@@ -56,7 +56,7 @@ class Calls:
         self.servers: Final = _servers(settings, self._process, Identity(settings.tls), bearer)
         """The servers of the client."""
         if settings.target.fixed:
-            self.servers.take(settings.target.fixed)
+            self.servers.update(settings.target.fixed)
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
         self._unary = UnaryTransport(settings.policy, bearer)
@@ -97,7 +97,7 @@ class Calls:
                 future.span = self._tracing.begin(call.operation.path, parent)
             try:
                 if home is None:
-                    call.timeout = self.servers.find(call.timeout)
+                    call.timeout = self.servers.resolve(call.timeout)
                 stream = self.servers.connection(home).stream()
             except (UnavailableError, DeadlineExceededError) as error:
                 future.settle(error)

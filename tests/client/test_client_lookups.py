@@ -238,7 +238,7 @@ def test_what_may_pass_is_tried_again(error: BaseException) -> None:
 
 def looking() -> list[str]:
     """The threads that look up names."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("attnserve-look")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("attnserve-resolve")]
 
 
 def test_no_thread_looks_for_the_servers_of_a_closed_client() -> None:

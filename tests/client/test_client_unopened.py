@@ -23,7 +23,7 @@ __all__ = ["transport"]
 Refusals: TypeAlias = Callable[[int], object]
 """Sets how often opening fails from now on."""
 
-READER, WATCHER, LOOKER = "attnserve-replies", "attnserve-deadlines", "attnserve-look"
+READER, WATCHER, LOOKER = "attnserve-replies", "attnserve-deadlines", "attnserve-resolve"
 
 
 class Threads:

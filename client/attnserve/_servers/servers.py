@@ -20,8 +20,8 @@ from attnserve._errors import ClientClosedError, DeadlineExceededError, Unavaila
 from attnserve._process import Process
 from attnserve._requests.cache_requests import CacheInfo
 from attnserve._servers import replicas
-from attnserve._servers.lookout import Lookout
 from attnserve._servers.replicas import Connection, Replica, Replicas
+from attnserve._servers.resolver import Resolver
 from attnserve._settings.retry import RetryPolicy
 from attnserve._settings.targets import Target
 
@@ -71,18 +71,20 @@ class Servers(Generic[C]):
         self._outdated = outdated
         self._replicas = Replicas(connect, dispose)
         self._lock = threading.RLock()  # a call that is given up may close the client
-        self._lookout: Lookout | None = None
-        self._first_look: Future[Sequence[str]] | None = None
+        self._resolver: Resolver | None = None
+        self._resolution: Future[Sequence[str]] | None = None
         self._retiring: threading.Timer | None = None
-        self._look_failed: UnavailableError | None = None
+        self._failure: UnavailableError | None = None
         self._closed = False
         self._ended = threading.Event()
-        self.found = False
+        self.resolved = False
         """Whether the servers' addresses are known."""
 
     def homes(self, timeout: float | None) -> Sequence[str | None]:
-        """The servers' addresses, to ask one by one; None: wherever a single address leads. Raises what `find` does."""
-        self.find(timeout)
+        """The servers' addresses, to ask one by one; None: wherever a single address leads. Raises what `resolve`
+        does.
+        """
+        self.resolve(timeout)
         return self._replicas.addresses if self._knows_each else [None]
 
     @property
@@ -90,9 +92,9 @@ class Servers(Generic[C]):
         return self._target.look_up is not None or len(self._target.fixed) > 1
 
     @property
-    def must_look(self) -> bool:
-        """Whether `find` may block on a look-up."""
-        return not self.found and self._target.look_up is not None
+    def is_unresolved(self) -> bool:
+        """Whether `resolve` may block on a look-up."""
+        return not self.resolved and self._target.look_up is not None
 
     def home_of(self, address: str, info: CacheInfo) -> str | None:
         """The address for calls on a cache that the server at `address` has made: that, or the one in the cache's info;
@@ -102,7 +104,7 @@ class Servers(Generic[C]):
 
     def connection(self, home: str | None = None, timeout: float | None = None, avoid: str | None = None) -> C:
         """The connection for a call: to the server `home`, or to any if that is None; to the one at `avoid` only if no
-        other will do. Raises what `find` does.
+        other will do. Raises what `resolve` does.
         """
         self._process.enter()
         if self._outdated is not None and self._outdated() and not self._closed:
@@ -117,14 +119,14 @@ class Servers(Generic[C]):
             return connection
         if (only := self._replicas.only) is not None:
             return only
-        self.find(timeout)
+        self.resolve(timeout)
         return self._replicas.choose(time.monotonic(), avoid)
 
     def each_once(self, timeout: float | None) -> Iterator[str]:
-        """The addresses for a call that any can answer, the best first, until all have been tried. Raises what `find`
-        does.
+        """The addresses for a call that any can answer, the best first, until all have been tried. Raises what
+        `resolve` does.
         """
-        self.find(timeout)
+        self.resolve(timeout)
         tried: set[str] = set()
         while (connection := self._replicas.choose_other(tried, time.monotonic())) is not None:
             tried.add(connection.replica.address)
@@ -138,63 +140,65 @@ class Servers(Generic[C]):
         """How many calls of a connection others would answer sooner."""
         return self._replicas.excess(connection, time.monotonic())
 
-    def find(self, timeout: float | None = None) -> float | None:
+    def resolve(self, timeout: float | None = None) -> float | None:
         """Finds the servers, if they are not known yet, and returns how many seconds of the timeout are left (None for
-        no limit). Raises what `look` does, and ClientClosedError if the client belongs to another process.
+        no limit). Raises what `_look_up` does, and ClientClosedError if the client belongs to another process.
         """
         self._process.enter()
-        if self.found:
+        if self.resolved:
             return timeout
         begin = time.monotonic()
-        self.take(self._target.fixed or self.look(timeout))
+        self.update(self._target.fixed or self._look_up(timeout))
         if self._closed:
             raise ClientClosedError
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
 
-    def look(self, timeout: float | None) -> Sequence[str]:
+    def _look_up(self, timeout: float | None) -> Sequence[str]:
         """The current addresses. UnavailableError if they cannot be looked up, or there are none; DeadlineExceededError
         if nothing is known within the timeout, and ClientClosedError if the client is closed before.
         """
         try:
-            return self.looked_up().result(timeout)
+            return self.resolving().result(timeout)
         except TimeoutError:
             error = self.too_late()
             raise error from error.__cause__
 
     def too_late(self) -> DeadlineExceededError | UnavailableError:
         """The error if a look-up takes longer than the call's timeout: why it has failed so far, if it has."""
-        if (failed := self._look_failed) is not None:
+        if (failed := self._failure) is not None:
             error = UnavailableError(str(failed))  # one for each caller
             error.__cause__ = failed.__cause__
             return error
         return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
 
-    def looked_up(self) -> Future[Sequence[str]]:
+    def resolving(self) -> Future[Sequence[str]]:
         """A future of the addresses, from a thread of its own, since a look-up cannot be interrupted. Only for names
-        that are looked up; a caller that stops waiting must not cancel it. It fails as `look` does.
+        that are looked up; a caller that stops waiting must not cancel it. It fails as `_look_up` does.
         """
         self._process.enter()
         with self._lock:
             if self._closed:
                 raise ClientClosedError
-            if self._first_look is None or self._first_look.done():
+            if self._resolution is None or self._resolution.done():
                 found: Future[Sequence[str]] = Future()
-                self._look_failed = None
-                threading.Thread(target=self._look, args=(found,), name="attnserve-look", daemon=True).start()
-                self._first_look = found  # only once its thread has started
-            return self._first_look
+                self._failure = None
+                thread = threading.Thread(target=self._resolve_with_retries, args=(found,), daemon=True)
+                thread.name = "attnserve-resolve"
+                thread.start()
+                self._resolution = found  # only once its thread has started
+            return self._resolution
 
-    def _look(self, found: Future[Sequence[str]]) -> None:
+    def _resolve_with_retries(self, found: Future[Sequence[str]]) -> None:
         """Looks up the addresses, as often as a call may be sent: a name may be unknown, or a resolver out of reach,
         for a moment, which to gRPC, too, is a server that is unavailable. A bug in the caller's function is no such.
         """
         addresses: Sequence[str] = ()
         for attempts in itertools.count(1):
             try:
-                addresses = self._look_up()
+                addresses = self._resolve_once()
                 break
             except UnavailableError as error:
-                self._look_failed = error
+                self._failure = error
                 if _is_bug(error.__cause__):
                     break
             delay = self._policy.delay(attempts, 0.0, inf)
@@ -206,9 +210,9 @@ class Servers(Generic[C]):
             if addresses:
                 found.set_result(addresses)
             else:
-                found.set_exception(self._look_failed)
+                found.set_exception(self._failure)
 
-    def _look_up(self) -> Sequence[str]:
+    def _resolve_once(self) -> Sequence[str]:
         """The current addresses. UnavailableError if there are none."""
         assert self._target.look_up is not None  # fixed addresses need no look-up
         try:
@@ -221,21 +225,21 @@ class Servers(Generic[C]):
             raise UnavailableError(f"{self._target.name}: there is no server")
         return addresses
 
-    def take(self, addresses: Sequence[str]) -> None:
+    def update(self, addresses: Sequence[str]) -> None:
         """Takes over the current addresses."""
         with self._lock:
             if not self._closed:
-                self._take(addresses)
+                self._update(addresses)
 
-    def _take(self, addresses: Sequence[str]) -> None:
+    def _update(self, addresses: Sequence[str]) -> None:
         self._replicas.update(addresses, time.monotonic())
-        self.found = True
-        if self._lookout is None and self._target.look_up is not None:
-            self._lookout = Lookout(self._target.look_up, self._refresh, self._deliver)
-            self._replicas.told = self._lookout.ask
+        self.resolved = True
+        if self._resolver is None and self._target.look_up is not None:
+            self._resolver = Resolver(self._target.look_up, self._refresh, self._deliver)
+            self._replicas.told = self._resolver.ask
 
     def _deliver(self, addresses: Sequence[str]) -> None:
-        self._run(lambda: self.take(addresses))
+        self._run(lambda: self.update(addresses))
 
     def _retire_later(self) -> None:
         """Schedules the closing of connections that linger. If there is no thread for it, a later call does."""
@@ -259,10 +263,10 @@ class Servers(Generic[C]):
         with self._lock:
             self._closed = True
             self._ended.set()
-            if self._first_look is not None and not self._first_look.done():
-                self._first_look.set_exception(ClientClosedError())
-            if self._lookout is not None:
-                self._lookout.close()
+            if self._resolution is not None and not self._resolution.done():
+                self._resolution.set_exception(ClientClosedError())
+            if self._resolver is not None:
+                self._resolver.close()
             if self._retiring is not None:
                 self._retiring.cancel()
             return self._replicas.all()

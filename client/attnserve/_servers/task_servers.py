@@ -16,23 +16,23 @@ C = TypeVar("C", bound=Connection)
 class TaskServers(Servers[C]):
     """Where the calls of a client go. Its coroutines first look up a name that has not been looked up."""
 
-    async def find_soon(self, timeout: float | None) -> float | None:
-        """Does and returns what `find` does."""
-        if not self.must_look:
-            return self.find(timeout)
+    async def resolve_soon(self, timeout: float | None) -> float | None:
+        """Does and returns what `resolve` does."""
+        if not self.is_unresolved:
+            return self.resolve(timeout)
         begin = time.monotonic()
-        looked_up = asyncio.wrap_future(self.looked_up())
+        looked_up = asyncio.wrap_future(self.resolving())
         looked_up.add_done_callback(_retrieve)
         await asyncio.wait((looked_up,), timeout=timeout)  # cancels nothing: others wait for the same look-up
         if not looked_up.done():
             error = self.too_late()
             raise error from error.__cause__
-        self.take(looked_up.result())
-        return self.find(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
+        self.update(looked_up.result())
+        return self.resolve(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 
     async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
         """Returns what `homes` does."""
-        return self.homes(await self.find_soon(timeout))
+        return self.homes(await self.resolve_soon(timeout))
 
 
 def _retrieve(looked_up: asyncio.Future[Any]) -> None:

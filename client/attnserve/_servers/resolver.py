@@ -16,7 +16,7 @@ LEAST_PAUSE: Final = 1.0
 logger = logging.getLogger("attnserve")
 
 
-class Lookout:
+class Resolver:
     """A thread that looks up which servers there are."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Lookout:
         self._deliver = deliver
         self._asked = threading.Event()
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="attnserve-lookout", daemon=True).start()
+        threading.Thread(target=self._run, name="attnserve-resolver", daemon=True).start()
 
     def ask(self) -> None:
         """Asks for a look-up soon."""
