@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from time import monotonic, perf_counter
 
+import decoders
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,7 @@ from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
+from attnserve_server.layers.transformer import TransformerLayer
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
@@ -160,6 +163,16 @@ async def test_resident_keys_cost(bench: Bench) -> None:
     assert request.cost - empty.cost == request.flops - empty.flops
     assert request.query_tokens == 3
     assert request.needs == [cache.name]
+
+
+async def test_resident_keys_beyond_a_window_cost_nothing(bench: Bench, tmp_path: Path) -> None:
+    decoders.write_mistral(tmp_path)
+    registry = Registry(bench.device, tmp_path)
+    await registry.load(decoders.MISTRAL, ["mistral"])
+    layer = registry.get("mistral").layer
+    assert isinstance(layer, TransformerLayer)
+    costs = [layer.resident_flops([3], [resident]) for resident in (1, decoders.WINDOW - 1, decoders.WINDOW, 10**6)]
+    assert costs[0] * (decoders.WINDOW - 1) == costs[1] == costs[2] == costs[3] > 0
 
 
 async def test_no_room_is_foreseen(bench: Bench) -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from attnserve_server.kernels.band import Band
+from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 
 SMALL = [
     Band(query_length, kv_length, offset, left, right)
@@ -52,6 +53,14 @@ def test_what_all_of_them_reach() -> None:
             assert band.is_lower_triangle == (rows == [{*range(query + 1)} for query in range(band.query_length)]), band
         else:
             assert not band.is_lower_triangle or band.offset == band.right == 0, band
+
+
+def test_how_much_they_reach_is_counted_without_looking_at_each() -> None:
+    for band in SMALL:
+        numbers = band.query_length, band.kv_length, band.offset, band.left, band.right
+        begin, end = band.reach()
+        assert pairs_within_reach(*numbers) == sum(map(len, reached(band))), band
+        assert keys_within_reach(*numbers) == end - begin, band
 
 
 def test_the_same_band_over_fewer_keys_and_of_fewer_queries() -> None:

@@ -131,7 +131,8 @@ def test_contents_that_lie_are_named(message: pb.AttendRequest, field: str) -> N
     [
         # 2 sequences of 3 queries and 5 keys, 4 heads: 2 * pairs * heads * (D + Dv)
         ({}, 2 * (2 * 3 * 5) * 4 * (8 + 8)),
-        ({"causal": True}, 2 * (2 * 3 * 5) * 4 * (8 + 8)),
+        ({"causal": True}, 2 * (2 * (1 + 2 + 3)) * 4 * (8 + 8)),
+        ({"causal": True, "softcap": 1.0}, 2 * (2 * 3 * 5) * 4 * (8 + 8)),
         ({"kv_lengths": ints(5, 1)}, 2 * (3 * 5 + 3 * 1) * 4 * (8 + 8)),
         ({"kv_lengths": ints(0, 0)}, 0),
         (

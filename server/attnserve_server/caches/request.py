@@ -20,6 +20,7 @@ from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.extent import CALL_COST, not_finite_cost, reply_bytes
 from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
 from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
 from attnserve_server.requests.request import MAX_KNOWN_HEADER, NOT_FINITE, Unfinished, request_of
@@ -42,15 +43,31 @@ class CachedRequest(CacheWork):
     flops: int = field(init=False)
     effort: int = field(init=False)
     """The effort of these or, if more, the bytes of the keys and values that it reads, as in `Request`."""
+    whole_effort: int = field(init=False)
+    """Its effort if all queries have to be computed with all keys that any of them reaches."""
     cost: int = field(init=False)
     reply_bytes: int = field(init=False)
     scratch_bytes: int = field(init=False)
     """The memory that the projections of an additive score take."""
-    _counted: list[int] = field(default_factory=list, init=False)
+    _counted: list[int] | None = field(default=None, init=False)
+    """The lengths that its cost has been counted with, if it follows from these."""
+    _last: int | None = field(init=False)
+    """The queries of a sequence all reach so many of the last keys of its cache, 0 being all; None if it depends."""
+    _varies: bool = field(init=False)
+    """Whether it depends on the contents of tensors."""
     kv_lengths: list[int] = field(default_factory=list, init=False)
     offsets: list[int] = field(default_factory=list, init=False)
     unfinished: Unfinished | None = field(default=None, init=False)
     """Its result so far, if it is to run once more."""
+
+    def __post_init__(self) -> None:
+        """Looks what queries reach: those of nearly all steps every key, or the last ones."""
+        CacheWork.__post_init__(self)
+        problem = self.problem
+        self._varies = not problem.tensors.keys().isdisjoint(("kv_lengths", "query_offset"))
+        self._last = None if self._varies or problem.has_band else 0
+        if problem.query_length == 1 and problem.bottom_right and problem.return_scores is None and not self._varies:
+            self._last = problem.window[0] + 1
 
     @property
     def group(self) -> Hashable:
@@ -89,17 +106,50 @@ class CachedRequest(CacheWork):
         """Counts what it costs with caches of these lengths, after the appends. Raises InvalidRequest."""
         if lengths == self._counted:
             return
-        problem, keys, longest = self.problem, sum(lengths), max(lengths)
+        problem = self.problem
         rows = problem.batch * problem.query_length
-        flops = problem.flops(problem.query_length * keys, rows, keys)
-        self.limits.check_flops(problem.weighed(flops, problem.query_length * keys))
-        self.flops = flops
+        if (last := self._last) is None:
+            keys, pairs, whole = self._within_reach(lengths)
+        else:
+            keys = sum([min(length, last) for length in lengths]) if last else sum(lengths)
+            pairs = whole = problem.query_length * keys
+        whole_flops = problem.flops(whole, rows, keys)
+        self.limits.check_flops(problem.weighed(whole_flops, whole))
+        flops = whole_flops if pairs == whole else problem.flops(pairs, rows, keys)
         effort = problem.effort(flops, rows, keys, problem.batch)
+        self.flops = flops
         self.effort = max(effort, keys * self.uses[0].cache.shape.token_bytes if rows else 0)
+        self.whole_effort = max(effort, whole_flops)
         self.cost = effort * problem.weight + CALL_COST * problem.batch
-        self.reply_bytes = reply_bytes(problem, rows, longest)
-        self.scratch_bytes = problem.scratch_bytes(longest)
-        self._counted = lengths
+        self.reply_bytes = reply_bytes(problem, rows, max(lengths))
+        self.scratch_bytes = problem.scratch_bytes(max(lengths))
+        if not self._varies:
+            self._counted = lengths
+
+    def _within_reach(self, lengths: list[int]) -> tuple[int, int, int]:
+        """With caches of these lengths, the keys within reach, the pairs of a query and a key that it reaches, and the
+        pairs that are computed where nothing but what is out of all queries' reach is left out: so it is where
+        attention is written out, and then both are these. What is given may not fit the caches yet.
+        """
+        problem = self.problem
+        given = read_integers(problem.tensors.get("kv_lengths"), self.payloads) or lengths
+        kept = [max(0, min(each, length)) for each, length in zip(given, lengths, strict=True)]
+        offsets: Sequence[int | None] = read_integers(problem.tensors.get("query_offset"), self.payloads) or (None,)
+        if len(offsets) < len(lengths):
+            offsets = [*offsets] * len(lengths)
+        keys = pairs = whole = 0
+        queries, (left, right) = problem.query_length, problem.band
+        for length, kv_length, offset in zip(lengths, kept, offsets, strict=True):
+            if offset is None:
+                offset = kv_length - queries if problem.bottom_right else 0
+            if problem.return_scores is not None:  # there is one for each key, also those that are not attended to
+                reached = length
+            else:
+                reached = keys_within_reach(queries, kv_length, offset, left, right)
+                pairs += pairs_within_reach(queries, kv_length, offset, left, right)
+            keys += reached
+            whole += queries * reached
+        return keys, whole if problem.one_by_one else pairs, whole
 
     def count_at_door(self) -> None:
         """Counts what it costs if it runs after all that is queued before it. Raises InvalidRequest."""
@@ -141,7 +191,7 @@ class CachedRequest(CacheWork):
     def but_for(self, sequences: Sequence[int], result: RequestResult) -> CachedRequest:
         """The request itself, to run once more in the same turn, with a result that lacks some sequences."""
         self.unfinished = Unfinished(sequences, result)
-        self.cost = not_finite_cost(self.effort, len(sequences), self.problem.batch)
+        self.cost = not_finite_cost(self.whole_effort, len(sequences), self.problem.batch)
         return self
 
     def begin(self) -> None:

@@ -151,13 +151,14 @@ class DecoderSteps:
         it costs.
         """
         slopes, (query_at, _, _) = self._attention.scoring.alibi_slopes, self._columns
-        slopes_at = 0 if slopes is None else slopes.data_ptr()
+        slopes_at, (left, _) = 0 if slopes is None else slopes.data_ptr(), self._window
         owns, shapes, effort = [], [], 0
         for start, length, resident in sequences:
             owns.append(Own(query_at + start * self._across, start * self._attended, alibi_slopes=slopes_at))
             shapes.append(self._shape(resident.shape, length, pool))
             pairs = length * self._attention.scoring.pair_flops
-            effort += self._decoder.blocks * resident.length * max(pairs, resident.shape.token_bytes)
+            keys = resident.length if left < 0 else min(resident.length, length + left)
+            effort += self._decoder.blocks * keys * max(pairs, resident.shape.token_bytes)
         packed, orders = bytearray(), []
         for block in range(self._decoder.blocks):
             calls = [

@@ -81,8 +81,10 @@ class TransformerLayer:
         return None if embedding is None else embedding.end_of_positions
 
     def resident_flops(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> int:
-        """The additional cost of sequences that continue this many resident keys each."""
-        pairs = sum(length * keys for length, keys in zip(lengths, resident_lengths, strict=True))
+        """The additional cost of sequences that continue this many resident keys each, those within a window."""
+        left, _ = self._architecture.block.self_attention.window
+        reached = resident_lengths if left < 0 else [min(keys, left) for keys in resident_lengths]
+        pairs = sum(length * keys for length, keys in zip(lengths, reached, strict=True))
         return pairs * sum(step.attention.scoring.pair_flops for step in self._steps if not step.crossed)
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:

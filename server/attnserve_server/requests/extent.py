@@ -14,6 +14,7 @@ from attnserve import _dtypes
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.tensors import check_broadcast, read_integers
 
@@ -48,13 +49,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores."""
+    """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores.
+
+    `whole_effort` is its effort if all queries have to be computed with all keys, wherever they stand.
+    """
 
     spans: tuple[Span, ...]
     longest: tuple[int, int]
     query_tokens: int
     flops: int
     effort: int
+    whole_effort: int
     cost: int
     reply_bytes: int
     scratch_bytes: int
@@ -77,12 +82,18 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
     if problem.query_length and not problem.packed:
         limits.check_sequences("query.shape", problem.batch)
-    pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
-    rows = problem.query_length * sequences
-    flops = problem.flops(pairs, rows, problem.kv_length * sequences)
-    limits.check_flops(problem.weighed(flops, pairs))
+    whole = pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
+    rows, sent = problem.query_length * sequences, problem.kv_length * sequences
+    whole_flops = flops = problem.flops(whole, rows, sent)
+    # Queries of what is not finite are computed with the keys out of their reach, too.
+    limits.check_flops(problem.weighed(whole_flops, whole))
     kv_tokens = sum(span.sequences * span.kv_length for span in spans)
-    effort = problem.effort(flops, rows, kv_tokens, problem.batch)
+    whole_effort = effort = problem.effort(whole_flops, rows, kv_tokens, problem.batch)
+    if problem.has_band and not problem.one_by_one:
+        pairs = sum(span.sequences * pairs_within_reach(*_band(problem, span)) for span in spans)
+        kv_tokens = sum(span.sequences * keys_within_reach(*_band(problem, span)) for span in spans)
+        flops = problem.flops(pairs, rows, sent)
+        effort = problem.effort(flops, rows, kv_tokens, problem.batch)
     if problem.one_by_one:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
@@ -93,15 +104,18 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
         query_tokens=rows,
         flops=flops,
         effort=max(effort, kv_tokens * problem.token_bytes if rows else 0),
+        whole_effort=whole_effort,
         cost=effort * problem.weight + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
         scratch_bytes=problem.scratch_bytes(longest[1]),
     )
 
 
-def not_finite_cost(effort: int, missing: int, sequences: int) -> int:
-    """The cost, in FLOPs, of writing out `missing` of the sequences of a request of that effort."""
-    return NOT_FINITE_CALL_COST + round(missing / sequences * NOT_FINITE_COST * effort)
+def not_finite_cost(whole_effort: int, missing: int, sequences: int) -> int:
+    """The cost, in FLOPs, of writing out `missing` of the sequences of a request of that effort, which is done for all
+    keys.
+    """
+    return NOT_FINITE_CALL_COST + round(missing / sequences * NOT_FINITE_COST * whole_effort)
 
 
 def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
@@ -113,6 +127,11 @@ def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
     if problem.return_scores is not None:
         width += longest_kv * itemsize
     return rows * problem.query_heads * width
+
+
+def _band(problem: Problem, span: Span) -> tuple[int, int, int, int, int]:
+    """What a sequence's queries reach, as `positions` has it."""
+    return span.query_length, span.kv_length, span.offset, *problem.band
 
 
 def _check_lengths(problem: Problem, query_lengths: tuple[int, ...] | None, kv_lengths: tuple[int, ...] | None) -> None:

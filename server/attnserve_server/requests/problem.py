@@ -95,7 +95,17 @@ class Problem:
     @property
     def needs_positions(self) -> bool:
         """Whether positions of queries make any difference."""
-        return self.causal or self.window != (-1, -1) or "alibi_slopes" in self.tensors
+        return self.has_band or "alibi_slopes" in self.tensors
+
+    @property
+    def has_band(self) -> bool:
+        """Whether a query's position excludes keys: causal masks and windows do."""
+        return self.causal or self.window != (-1, -1)
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """How far a query reaches to the left and to the right, by its window and a causal mask together."""
+        return self.window[0], 0 if self.causal else self.window[1]
 
     @property
     def stackable(self) -> bool:
@@ -116,7 +126,9 @@ class Problem:
         return 16 * self.tensors["additive.query_weight"].shape[0] * self.kv_heads * kv_length
 
     def flops(self, pairs: int, query_tokens: int, kv_tokens: int) -> int:
-        """Floating-point operations for that many query-key pairs, counted as multiplications and additions."""
+        """Floating-point operations for that many query-key pairs, counted as multiplications and additions. The pairs
+        are those that positions and lengths allow, whatever masks exclude; all of them where attention is written out.
+        """
         score_width = self.key_dim
         extra = 0
         if self.score == "general":

@@ -86,7 +86,7 @@ class Request(Independent):
         worthwhile, since other threads help there.
         """
         if self.unfinished is not None:
-            return not_finite_cost(self.extent.effort, len(self.unfinished.sequences), self.problem.batch)
+            return not_finite_cost(self.extent.whole_effort, len(self.unfinished.sequences), self.problem.batch)
         return self.extent.cost
 
     @property
