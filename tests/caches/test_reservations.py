@@ -42,6 +42,25 @@ def test_what_the_pool_can_never_hold_is_no_load() -> None:
     assert cache.users == 0
 
 
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 11, 16])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["its own", "shared"])
+def test_what_a_cache_has_decides_nothing_of_what_the_pool_can_never_hold(length: int, is_shared: bool) -> None:
+    """Neither room in its last page, nor that this is shared and has to be copied: an empty cache would be told the
+    same.
+    """
+    store = store_of(4)
+    cache = store.create(SHAPE, None, 0.0)
+    append(store, cache, length)
+    if is_shared:
+        store.fork(cache, None, 0.0)
+    if length:
+        with pytest.raises(CacheFull):
+            append(store, cache, 16)
+    with pytest.raises(InvalidRequest, match="found 1280, in whole pages, for 17 tokens"):
+        append(store, cache, 17)
+    assert (cache.lengths, cache.users) == ([length], 0)
+
+
 def test_all_or_none_is_promised() -> None:
     store = store_of(5)
     first, second, third = (store.create(SHAPE, None, 0.0) for _ in range(3))

@@ -18,7 +18,7 @@ from conftest import Models, Server
 from decoders import create_cache
 from google.rpc import error_details_pb2
 
-from attnserve import Client, InvalidRequestError
+from attnserve import Client, InvalidRequestError, OverloadedError
 
 PAGE, PAGES = 4096, 16
 POOL = ("--device", "cpu", "--cache-bytes", str(PAGE * PAGES), "--cache-page-bytes", str(PAGE))
@@ -81,6 +81,19 @@ def test_what_the_whole_pool_could_not_hold_is_an_error_of_its_field(small: Serv
             )
             assert str(caught.value).startswith(f"{expected}in whole pages, for 513 tokens")
         assert cache.append(key[:, :-1], value[:, :-1]) == PAGES * PAGE_TOKENS
+
+
+def test_what_an_empty_pool_could_hold_lacks_room_whatever_its_cache_has(small: Server) -> None:
+    """A last page that is shared would have to be copied; one that is not has room for some of the tokens."""
+    key, value = tokens(2, PAGES * PAGE_TOKENS + 1)
+    with Client(small.address, retries=0) as client, client.create_cache(2, 8) as cache:
+        cache.append(*tokens(1, 1))
+        for other in (cache, cache.fork()):
+            with pytest.raises(OverloadedError) as full:
+                other.append(key[:, :-1], value[:, :-1])
+            assert full.value.free_bytes == (PAGES - 1) * PAGE
+            with pytest.raises(InvalidRequestError, match="for 513 tokens"):
+                other.append(key, value)
 
 
 def test_what_the_whole_pool_could_not_hold_of_a_decoder_is_an_error_of_its_input(

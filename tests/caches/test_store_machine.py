@@ -306,8 +306,8 @@ class StoreMachine(World, RuleBasedStateMachine):
         if isinstance(refusal, CacheFull):
             assert refusal.free_bytes == available * PAGE_BYTES
             assert not set(self.expired()) - set(refused.models)
-        else:
-            assert sum(self.pages_to_come(*of, [refused]) for of in layers) > PAGES
+        alone = sum(-(-len(new) // PAGE_TOKENS) for _, _, new in refused.wanted)
+        assert isinstance(refusal, InvalidRequest) == (alone > PAGES)
 
     def foreseen(self, model: Model) -> list[Operation]:
         """The operations that wait for a cache and are foreseen to happen."""

@@ -97,7 +97,7 @@ class CacheLayer:
         """How many free pages an append of so many tokens takes now."""
         if not tokens:
             return 0
-        return self._pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
+        return self.pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
 
     def wait(self, change: Change, first: bool = False) -> None:
         """Queues a change, behind all others or before them."""
@@ -154,7 +154,7 @@ class CacheLayer:
         per_page, start, end = self._tokens_per_page, self.length, self.length + tokens
         copied = self._pages.pop() if self._tail_is_shared() else None
         behind = self._pages[-1] if self._pages else None
-        pages = self._allocator.allocate(self._pages_of(end) - len(self._pages), behind)
+        pages = self._allocator.allocate(self.pages_of(end) - len(self._pages), behind)
         self.promised -= len(pages)
         if pages:  # a copied page, too, is replaced by one of these
             self._table = None
@@ -180,10 +180,10 @@ class CacheLayer:
 
     def truncate(self, length: int) -> None:
         """Drops everything behind the first `length` tokens, and releases the pages; it must have that many."""
-        dropped = self._pages[self._pages_of(length) :]
+        dropped = self._pages[self.pages_of(length) :]
         if dropped:
             self._table = None
-            del self._pages[self._pages_of(length) :]
+            del self._pages[self.pages_of(length) :]
             self._allocator.release(dropped)
         self.length, self.append_id = length, 0
 
@@ -195,7 +195,8 @@ class CacheLayer:
         self._allocator.share(layer._pages)
         return layer
 
-    def _pages_of(self, tokens: int) -> int:
+    def pages_of(self, tokens: int) -> int:
+        """How many pages so many tokens fill, in a layer that has no others."""
         return -(-tokens // self._tokens_per_page)
 
     def _tail_is_shared(self) -> bool:

@@ -251,7 +251,7 @@ class CacheStore(Register):
             available = self._allocator.available
             if needed <= available:
                 break
-            alone = sum(layer.pages_for(append.tokens) for layer, append in changes)
+            alone = sum(layer.pages_of(append.tokens) for layer, append in changes)
             if alone > self._allocator.pages:
                 tokens = sum(append.tokens for _, append in changes)
                 raise InvalidRequest(
