@@ -7,12 +7,13 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from askers import Transport, arrays, transport
 from calls import until
 from dam import Dam
 
-from attnserve import AsyncClient, Client, NotFoundError, OverloadedError, UnavailableError
+from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
 from attnserve._servers import replicas
 
 if TYPE_CHECKING:
@@ -102,6 +103,25 @@ async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_ser
         assert (await in_tasks_too.create_cache(2, 8)).address == soonest
         with pytest.raises(OverloadedError, match="bound on caches"):
             await in_tasks_too.create_cache(2, 8)
+
+
+async def test_caches_of_one_call_are_on_one_server(start_server: Callable[..., Server]) -> None:
+    """If they are not, the error says where they are; a fork is where its cache is."""
+    one, other = (start_server("--device", "cpu", "--max-caches", "2") for _ in range(2))
+    addresses = [one.address, other.address]
+    tensors = [np.stack([array, array]) for array in arrays()]
+    with Client(addresses) as client:
+        apart = [client.create_cache(2, 8) for _ in range(3)]  # one server has no room for all
+        first, second = ([cache for cache in apart if cache.address == address] for address in addresses)
+        with pytest.raises(InvalidRequestError) as refused:
+            client.attend(*tensors, caches=[first[0], second[0]])
+        assert refused.value.field == "caches"
+        found = "caches: expected caches of one server, found some at {} and {}; a fork is where its cache is"
+        assert str(refused.value).startswith(found.format(*addresses))
+        alone = min(first, second, key=len)[0]
+        client.attend(*tensors, caches=[alone, alone.fork()])
+        together = max(first, second, key=len)
+        client.attend(*tensors, caches=together)
 
 
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:

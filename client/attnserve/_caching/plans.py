@@ -247,8 +247,12 @@ def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
             found = "a string; open_cache makes a cache of its name" if isinstance(handle, str) else repr(handle)
             raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
     states = [handle._state for handle in handles]
-    if len({state.home for state in states}) > 1:
-        raise InvalidRequestError("caches: expected caches of one server, found several's", field="caches")
+    if len(homes := dict.fromkeys(state.home or "the client's own address" for state in states)) > 1:
+        found = " and ".join(homes)
+        helps = "a fork is where its cache is, and a client of one address makes all caches there"
+        raise InvalidRequestError(
+            f"caches: expected caches of one server, found some at {found}; {helps}", field="caches"
+        )
     if len({state.info.name for state in states}) < len(states):
         raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
     return states
