@@ -93,6 +93,11 @@ def too_many_unsent(limit: int, of_all: bool = False) -> NoRoom:
     return _too_many("calls whose messages have not come", "unsent_messages", "TOO_MANY_UNSENT", limit, of_all)
 
 
+def too_many_unread(limit: int, of_all: bool = False) -> NoRoom:
+    """The same for unary calls whose replies wait to be read."""
+    return _too_many("calls whose replies have not been read", "unread_replies", "TOO_MANY_UNREAD", limit, of_all)
+
+
 def _too_many(things: str, bound: str, reason: str, limit: int, of_all: bool) -> NoRoom:
     whose = "all callers together have" if of_all else "the caller has"
     message = f"{whose} {limit} {things}, the most that {'they' if of_all else 'one'} may have"

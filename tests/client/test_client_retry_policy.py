@@ -129,7 +129,7 @@ def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
     retry.retry_delay.FromSeconds(3)
     caches.metadata["bound"] = "caches"
     assert room_after(error_from_status(overloaded(3.0))) == 3
-    for reason in ("SHARE_EXCEEDED", "TOO_MANY_STREAMS", "TOO_MANY_UNSENT"):
+    for reason in ("SHARE_EXCEEDED", "TOO_MANY_STREAMS", "TOO_MANY_UNSENT", "TOO_MANY_UNREAD"):
         assert room_after(error_from_status(overloaded(3.0, reason))) == 3
     for other in (
         overloaded(None),

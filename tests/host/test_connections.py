@@ -50,6 +50,12 @@ def test_one_connection_is_closed_and_no_descriptor_is_left(host: str) -> None:
         assert len(os.listdir(DESCRIPTORS)) == before
 
 
+def test_several_are_closed_at_once() -> None:
+    with connections("127.0.0.1", 3) as (ends, names):
+        assert disconnect(*names[:2], "unix:")
+        assert [is_open(end) for end in ends] == [False, False, True]
+
+
 @pytest.mark.skipif("::1" not in loopback(), reason="this machine has no IPv6")
 def test_a_socket_for_both_versions_of_ip() -> None:
     with connections("127.0.0.1", 1, dual=True) as ((end,), (name,)):

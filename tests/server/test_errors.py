@@ -13,7 +13,7 @@ from attnserve_server.errors import (
     Overloaded,
     RequestError,
 )
-from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unsent
+from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unread, too_many_unsent
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ from attnserve_server.no_room import full, share_exceeded, too_many_streams, too
         lambda: Overloaded(share_exceeded("requests", 16, 0.25)),
         lambda: Overloaded(too_many_streams(3)),
         lambda: Overloaded(too_many_unsent(3)),
+        lambda: Overloaded(too_many_unread(3)),
         lambda: CacheFull(100, 10, 0.25),
         lambda: CacheFull(100, 11, 0.25),
         lambda: InvalidRequest("query", "a tensor", "nothing"),

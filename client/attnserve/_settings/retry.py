@@ -38,7 +38,7 @@ _OF_THE_CONNECTION: Final = frozenset(
     )
 )
 
-_PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED", "TOO_MANY_STREAMS", "TOO_MANY_UNSENT"))
+_PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED", "TOO_MANY_STREAMS", "TOO_MANY_UNSENT", "TOO_MANY_UNREAD"))
 """The reasons of overloads that pass by themselves."""
 
 

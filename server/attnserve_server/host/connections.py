@@ -24,12 +24,12 @@ class Peer(NamedTuple):
     port: int
 
 
-def disconnect(peer: str) -> bool:
-    """Closes the connection with a peer, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`; returns whether
-    there was one. Those on a unix socket have no address and cannot be told apart.
+def disconnect(*peers: str) -> bool:
+    """Closes the connections with peers, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`; returns whether
+    there were any. Those on a unix socket have no address and cannot be told apart.
     """
-    wanted = _parsed(peer)
-    if wanted is None:
+    wanted = set(map(_parsed, peers)) - {None}
+    if not wanted:
         return False
     found = False
     for name in os.listdir(DESCRIPTORS):
@@ -38,7 +38,7 @@ def disconnect(peer: str) -> bool:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 # A duplicate stays the same connection, whatever becomes of the number meanwhile.
                 with socket.socket(fileno=os.dup(number)) as connection:
-                    if _peer_of(connection) == wanted:
+                    if _peer_of(connection) in wanted:
                         connection.shutdown(socket.SHUT_RDWR)
                         found = True
     return found

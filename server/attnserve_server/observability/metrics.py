@@ -64,6 +64,7 @@ REJECTIONS: Final = (
     "caches",
     "caller_streams",
     "unsent_messages",
+    "unread_replies",
     "unread",
 )
 CANCELLATIONS: Final = ("cancelled", "deadline")

@@ -40,7 +40,7 @@ class HealthService:
         those of `Rpcs.unary` do.
         """
         handlers: dict[str, Handler] = {
-            "Check": grpc.stream_unary_rpc_method_handler(self._check),
+            "Check": self._rpcs.watched("health_check", grpc.stream_unary_rpc_method_handler(self._check)),
             "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_SERVICE_NAME, handlers),))
@@ -49,9 +49,11 @@ class HealthService:
         """The present status of a service."""
         try:
             service = await self._asked(context)
+            self._rpcs.replies_due.require_room(context.peer())
             status = self._health.status(service)
             if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
                 raise NotFound("service", service)
+            self._rpcs.replies_due.begin(context.peer())
         except RequestError as error:
             await self._rpcs.refuse(context, "health_check", error, None)
         return _encoded(status)

@@ -30,6 +30,8 @@ from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.caller_turns import CallerTurns
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.messages_due import MessagesDue
+from attnserve_server.rpc.replies_due import RepliesDue
+from attnserve_server.rpc.unread import UnreadReplies
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -68,11 +70,15 @@ class Rpcs:
         metrics: Metrics,
         endings: Endings | None = None,
         messages_due: MessagesDue | None = None,
+        unread: UnreadReplies | None = None,
     ) -> None:
+        """`unread` ends unary calls whose replies are not read; None if these may wait for ever."""
         self.callers = callers
         self.endings = Endings(metrics) if endings is None else endings
         self._metrics = metrics
         self._messages_due = MessagesDue() if messages_due is None else messages_due
+        self.replies_due = RepliesDue()
+        self._unread = unread
 
     def unary(
         self,
@@ -80,9 +86,12 @@ class Rpcs:
         admit: Callable[[Caller], object],
         answer: Callable[[Received], Awaitable[bytes]],
         tracing: Tracing | None = None,
+        *,
+        counted: bool = True,
     ) -> Handler:
         """The handler of a unary RPC. `admit` raises RequestError for a caller whose message is not to be received,
-        `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log.
+        `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log. `counted`
+        says that something else counts the call until gRPC has sent the reply.
 
         For gRPC it is a handler that takes a stream of messages: it is called before there is one. So those who are not
         known, or for whom there is no room, are refused without receiving their messages, which takes memory, and as
@@ -103,7 +112,11 @@ class Rpcs:
                 self._metrics.received(len(message))
                 if trace is not None:
                     trace.received(arrival)
+                if not counted:
+                    self.replies_due.require_room(context.peer())
                 reply = await answer(Received(caller, message, arrival, context.time_remaining(), trace))
+                if not counted:
+                    self.replies_due.begin(context.peer())
             except Exception as raised:
                 error = error_for_caller(raised)
                 self.endings.ended(operation, error.code.name, arrival, trace)
@@ -122,7 +135,11 @@ class Rpcs:
                 await self.refuse(context, operation, outcome.error, outcome.caller)
             return outcome
 
-        return grpc.stream_unary_rpc_method_handler(handle)
+        return self.watched(operation, grpc.stream_unary_rpc_method_handler(handle))
+
+    def watched(self, operation: str, handler: Handler) -> Handler:
+        """A handler of unary RPCs (which takes a stream of messages) whose replies are to be read in time."""
+        return handler if self._unread is None else self._unread.watched(operation, handler)
 
     def answering(
         self,
@@ -149,7 +166,7 @@ class Rpcs:
                 reply = await reply
             return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
-        return self.unary(operation, lambda caller: caller.require(*roles), serialised)
+        return self.unary(operation, lambda caller: caller.require(*roles), serialised, counted=one_at_a_time)
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
         """Ends an RPC with an error; a rejection is counted."""

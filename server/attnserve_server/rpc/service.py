@@ -81,9 +81,8 @@ class AttentionService:
 
     def handler(self, operation: str, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
         """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
-        streams = self._streams
-        handler = self._rpcs.unary(operation, self._admit, partial(self._answer, read, fast_path), streams.tracing)
-        return handler if streams.unread is None else streams.unread.watched(operation, handler)
+        answer = partial(self._answer, read, fast_path)
+        return self._rpcs.unary(operation, self._admit, answer, self._streams.tracing)
 
     def _admit(self, caller: Caller) -> None:
         """Raises RequestError for one who may not use the service, or for whom there is no room."""

@@ -87,14 +87,14 @@ class Services:
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
         endings = Endings(metrics, parts.refusals)
-        rpcs = Rpcs(callers, metrics, endings, _messages_due(config))
+        unread = None
+        if config.max_unread_time:
+            unread = UnreadReplies(config.max_unread_time, callers, endings)
+        rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread)
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
         )
-        unread = None
-        if config.max_unread_time:
-            unread = UnreadReplies(config.max_unread_time, callers, endings)
         streams = Streams(
             engine=engine,
             metrics=metrics,

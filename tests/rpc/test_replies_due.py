@@ -1,0 +1,124 @@
+"""Replies of calls that nothing else counts, to callers that take none of them: how many a server keeps, over real
+sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import calls
+import grpc
+import pytest
+from frames import HEADERS, Connection
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from attnserve_server.access.callers import Callers
+from attnserve_server.errors import Overloaded
+from attnserve_server.observability.health import Health
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc.health_service import HealthService
+from attnserve_server.rpc.open_rpcs import OpenRpcs
+from attnserve_server.rpc.replies_due import OF_CONNECTION, RepliesDue
+from attnserve_server.rpc.rpcs import Rpcs
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+CHECK = "/grpc.health.v1.Health/Check"
+METHODS = (
+    CHECK,
+    "/attnserve.v1.AttentionService/ServerInfo",
+    "/attnserve.v1.LayerService/List",
+)
+OF_ONE, OF_ALL = 3, 8
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_a_connection_keeps_so_many_waiting(start_server: Callable[..., Server], path: str) -> None:
+    """Of any more, it is told so without a message; others are answered."""
+    server = start_server()
+    with Connection(server.address, window=0) as deaf, grpc.insecure_channel(server.address) as other:
+        deaf.begin(path, OF_CONNECTION + 5)
+        assert deaf.until(HEADERS, True, 5)
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread_replies") == 5
+        assert calls.unary(other, "ServerInfo", b"")
+        assert health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest(), timeout=calls.PATIENCE_S)
+    with Connection(server.address, window=0) as deaf:
+        deaf.begin(path)
+        assert deaf.until(HEADERS, False, 1), "there is room again"
+    assert server.stop() == 0
+    assert "Traceback" not in server.stderr()
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_replies_that_are_not_read_end_with_their_connection(start_server: Callable[..., Server], path: str) -> None:
+    server = start_server("--max-unread-time", "100ms")
+    with Connection(server.address, window=0) as deaf:
+        deaf.begin(path, 3)
+        assert deaf.is_closed_in_time()
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread") > 0
+    assert server.stop() == 0
+    assert "Traceback" not in server.stderr()
+
+
+class Small(NamedTuple):
+    """A server of health that keeps few replies waiting."""
+
+    address: str
+    due: RepliesDue
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[Small]:
+    server = aio.server(options=[("grpc.so_reuseport", 0)])
+    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    rpcs.replies_due = RepliesDue(OF_ONE, OF_ALL)
+    HealthService(Health(), rpcs, OpenRpcs(1)).register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield Small(f"127.0.0.1:{port}", rpcs.replies_due)
+    await server.stop(None)
+
+
+async def test_of_too_many_in_all_the_oldest_are_ended_and_nobody_else_is_refused(small: Small) -> None:
+    with ExitStack() as stack:
+        deaf = [stack.enter_context(Connection(small.address, window=0)) for _ in range(4)]
+        for number, connection in enumerate(deaf[:2], 1):
+            await asyncio.to_thread(connection.begin, CHECK, OF_ONE)
+            assert await asyncio.to_thread(connection.until, HEADERS, False, OF_ONE)
+            assert len(small.due) == number * OF_ONE
+        async with aio.insecure_channel(small.address) as channel:
+            prober = health_pb2_grpc.HealthStub(channel)
+            for connection in deaf[2:]:
+                await asyncio.to_thread(connection.begin, CHECK, 2)
+                assert await asyncio.to_thread(connection.until, HEADERS, False, 2)
+                for _ in range(10):
+                    assert await prober.Check(health_pb2.HealthCheckRequest(), timeout=calls.PATIENCE_S)
+        assert await asyncio.to_thread(deaf[0].is_closed_in_time)
+        assert all(connection.seen[HEADERS, True] == 0 for connection in deaf), "none was refused"
+        assert 0 < len(small.due) <= OF_ALL
+
+
+async def test_those_on_a_unix_socket_are_refused_when_all_are_too_many() -> None:
+    """They look alike, and their connections cannot be closed."""
+    due = RepliesDue(OF_ONE, OF_ALL)
+    over = asyncio.Event()
+
+    async def call() -> None:
+        due.require_room("unix:")
+        due.begin("unix:")
+        await over.wait()
+
+    running = [asyncio.create_task(call()) for _ in range(OF_ALL)]
+    await asyncio.sleep(0)
+    assert len(due) == OF_ALL
+    with pytest.raises(Overloaded, match=f"all callers together have {OF_ALL} calls"):
+        due.require_room("unix:")
+    over.set()
+    await asyncio.gather(*running)
+    due.require_room("unix:")
+    assert not len(due)
