@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -149,6 +150,24 @@ def test_a_hash_is_no_token_nor_is_a_part_of_one(guarded: Guarded, channel: grpc
 def test_health_is_for_everybody(channel: grpc.Channel) -> None:
     reply = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=calls.PATIENCE_S)
     assert reply == b"\x08\x01"  # SERVING
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_is_for_those_who_are_known(guarded: Guarded, channel: grpc.Channel, version: str) -> None:
+    """Whatever their role. Others are refused before they have sent anything."""
+    call: Any = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+    for token in guarded.tokens.values():
+        metadata = (("authorization", f"Bearer {token}"),)
+        assert len(list(call(iter([b"\x3a\0"]), timeout=calls.PATIENCE_S, metadata=metadata))) == 1
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    stranger = call(nothing(), timeout=calls.PATIENCE_S)
+    assert stranger.code() is Code.UNAUTHENTICATED
+    over.set()
 
 
 def test_the_sdk_says_who_calls(guarded: Guarded) -> None:

@@ -11,8 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from attnserve_server.access.callers import Callers
+from attnserve_server.no_room import too_many_unsent
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.metrics import Metrics
+from attnserve_server.rpc import messages_due
 from attnserve_server.rpc.health_service import HealthService
 from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
@@ -88,6 +90,25 @@ async def test_a_message_may_not_take_long(health: Health) -> None:
             channel.stream_stream("/grpc.health.v1.Health/Watch")(),
         ):
             assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(None)
+
+
+async def test_where_many_messages_are_due_few_may_take_long(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a connection may here; and nobody is refused whose message comes with its call."""
+    monkeypatch.setattr(messages_due, "CROWDED_S", 0.05)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    due = MessagesDue(max_time=600, unhurried=OpenRpcs(1, 2, too_many_unsent))
+    HealthService(health, rpcs, OpenRpcs(OF_ONE), due).register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        first, *more = (channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(4))
+        for call in more:
+            assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await check(health_pb2_grpc.HealthStub(channel), "") == NOT_SERVING
+        assert not first.done()
+        first.cancel()
     await server.stop(None)
 
 

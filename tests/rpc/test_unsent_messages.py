@@ -11,6 +11,7 @@ import calls
 import grpc
 import messages
 import pytest
+from frames import HEADERS, Connection
 from google.rpc import code_pb2, error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
@@ -128,6 +129,16 @@ def test_a_message_may_take_so_long(start_server: Callable[..., Server]) -> None
         calls.assert_answers(pb.AttendResponse.FromString(reply), request)
     assert server.stop() == 0
     assert "Traceback" not in server.stderr()
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_those_of_strangers_come_soon_or_not_at_all(start_server: Callable[..., Server], method: str) -> None:
+    """Whatever others may take."""
+    server = start_server("--max-unread-time", "0")
+    with Connection(server.address) as stranger:
+        stranger.begin(f"/grpc.health.v1.Health/{method}", 4, message=None)
+        assert stranger.until(HEADERS, True, 4)
+    assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unsent_messages") == 2
 
 
 def test_a_call_that_is_cancelled_without_it_is_no_bad_request(start_server: Callable[..., Server]) -> None:

@@ -12,11 +12,14 @@ from typing import Any, Final, TypeAlias
 
 from grpc import aio
 
-from attnserve_server.errors import InvalidRequest
+from attnserve_server.errors import InvalidRequest, Overloaded
 from attnserve_server.no_room import too_many_unsent
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
+
+CROWDED_S: Final = 0.5
+"""How many seconds a message may take where few may take longer, and as many do."""
 
 CANCELLED_WITHIN_S: Final = 1.0
 """How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
@@ -24,32 +27,52 @@ CANCELLED_WITHIN_S: Final = 1.0
 
 class MessagesDue:
     """The messages that are to come: of so many calls of one caller, of so many of all, within so many seconds; None is
-    no bound.
+    no bound. If only `unhurried` may take that time, further ones may take `CROWDED_S`.
     """
 
-    def __init__(self, most_of_one: int = 4096, most_of_all: int | None = None, max_time: float | None = None) -> None:
+    def __init__(
+        self,
+        most_of_one: int = 4096,
+        most_of_all: int | None = None,
+        max_time: float | None = None,
+        unhurried: OpenRpcs | None = None,
+    ) -> None:
         self._waiting = OpenRpcs(most_of_one, most_of_all, too_many_unsent)
         self._max_time = max_time
+        self._unhurried = unhurried
 
     async def message(self, context: Context, share: Hashable | None) -> bytes:
         """The message of a unary call to a handler that takes a stream of them.
 
-        Raises InvalidRequest if none comes, and Overloaded if too many calls wait for theirs.
+        Raises InvalidRequest if none comes, and Overloaded if too many calls wait for theirs. What has come of a
+        message that is late is let go with its call.
         """
-        self._waiting.begin(share)
-        try:
-            async with asyncio.timeout(self._max_time):
-                message = await context.read()
-            if isinstance(message, bytes):
-                return message
-            # It has ended, so it has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its
-            # task learns that apart from this.
-            await asyncio.sleep(CANCELLED_WITHIN_S)
-            raise _missing("a message")
-        except TimeoutError:
-            raise _missing(f"a message within {self._max_time:g} s") from None
-        finally:
-            self._waiting.end(share)
+        with self._waiting.one_more(share):
+            if self._unhurried is None:
+                return await _message(context, self._max_time)
+            try:
+                self._unhurried.begin(share)
+            except Overloaded as crowded:
+                return await _message(context, CROWDED_S, crowded)
+            try:
+                return await _message(context, self._max_time)
+            finally:
+                self._unhurried.end(share)
+
+
+async def _message(context: Context, max_time: float | None, late: Overloaded | None = None) -> bytes:
+    """The message, within so many seconds. Raises InvalidRequest, or `late` if it takes longer."""
+    try:
+        async with asyncio.timeout(max_time):
+            message = await context.read()
+    except TimeoutError:
+        raise late or _missing(f"a message within {max_time:g} s") from None
+    if isinstance(message, bytes):
+        return message
+    # It has ended, so it has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its task
+    # learns that apart from this.
+    await asyncio.sleep(CANCELLED_WITHIN_S)
+    raise _missing("a message")
 
 
 def _missing(expected: str) -> InvalidRequest:

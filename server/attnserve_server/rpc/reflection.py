@@ -21,7 +21,7 @@ from grpc import aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from attnserve_server.errors import Overloaded
+from attnserve_server.errors import RequestError
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs, connection_of
 
@@ -30,7 +30,9 @@ NAME: Final = OLD_NAME.replace("v1alpha", "v1")
 
 
 class Reflection:
-    """Reflection for anybody; its streams are counted among `streams`."""
+    """Reflection for every caller; its streams are counted among `streams`. Those who are not known are refused before
+    their messages are received, which gRPC would take of any length.
+    """
 
     def __init__(self, rpcs: Rpcs, streams: OpenRpcs) -> None:
         self._rpcs = rpcs
@@ -43,10 +45,11 @@ class Reflection:
 
         async def answer(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
             try:
+                self._rpcs.callers.identify(context)
                 with self._streams.one_more(connection_of(context)):
                     async for reply in servicer.ServerReflectionInfo(requests, context):
                         await context.write(reply)
-            except Overloaded as error:
+            except RequestError as error:
                 await self._rpcs.refuse(context, "reflection", error, None)
 
         handler = grpc.stream_stream_rpc_method_handler(

@@ -20,6 +20,7 @@ from attnserve_server.caches.work import Host
 from attnserve_server.devices import Device
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
+from attnserve_server.no_room import too_many_unsent
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals
@@ -54,6 +55,13 @@ UNIDENTIFIED_STREAMS: Final = 16_384
 """The most of those on all connections: they take 250 MiB."""
 UNSENT_MESSAGES: Final = 16_384
 """The most unary calls of all callers that wait for their messages: they take 350 MiB."""
+STRANGER_MESSAGE_S: Final = 2.0
+"""How long the message of a health check may take: it is tiny, and comes with its headers. Anybody may send one of
+`max_message_bytes`, and what has come of it is in memory.
+"""
+CONNECTION_STRANGERS: Final = 2
+STRANGERS: Final = 16
+"""How many of these messages may take so long, on one connection and in all; any more have `messages_due.CROWDED_S`."""
 STOP_S: Final = 3.0
 """How long gRPC may take to stop, of which one second is for what callers are told last: it waits up to 20 s for each
 connection that stands still.
@@ -115,7 +123,8 @@ class Services:
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
         caches = CacheService(parts.caches, rpcs, self._attention, config.cache_ttl, parts.limits)
         for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
-        of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, config.max_unread_time or None)
+        unhurried = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
+        of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, STRANGER_MESSAGE_S, unhurried)
         health = HealthService(parts.health, rpcs, for_anybody, of_anybody)
         options = [*port.channel_options(config), *(() if stream_life is None else stream_life.channel_options)]
         self._grpc = aio.server(options=options)
