@@ -56,7 +56,8 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     is_ready = threading.Event()
 
     async def serve() -> None:
-        address, _ = await Server(config).start()
+        server = Server(config)  # it lives for as long as something refers to it
+        address, _ = await server.start()
         ready.append(address)
         is_ready.set()
         await asyncio.Event().wait()
