@@ -50,6 +50,20 @@ def test_text_lines_are_lines() -> None:
 
 
 @pytest.mark.usefixtures("root_logger")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_callers_send_cannot_speak_to_a_terminal_or_break_lines(log_format: str) -> None:
+    sent = "é \x1b[31m \x9b \x7f \x85 \u2028 \u202e \U000e0001 \ud800"
+    line = logged(log_format, "no %s", sent, definitions=sent)
+    assert line.removesuffix("\n").isprintable()
+    assert line.count("é") == 2
+    if log_format == "json":
+        assert json.loads(line)["definitions"] == sent
+    else:
+        escaped = r"é \x1b[31m \x9b \x7f \x85 \u2028 \u202e \U000e0001 \ud800"
+        assert line.endswith(f"no {escaped} definitions={escaped}\n")
+
+
+@pytest.mark.usefixtures("root_logger")
 def test_json_lines_are_objects() -> None:
     line = json.loads(logged("json", "took %.1f s", 1.25, requests=3, kernel=None))
     assert line.pop("time").endswith("Z")

@@ -122,6 +122,15 @@ def shown(value: object) -> Any:
     return f"<{type(value).__name__}>" if size is None else f"<{type(value).__name__} of {size} bytes>"
 
 
+def _printable(text: str, escape: Callable[[str], str]) -> str:
+    """The text with what is not printable escaped: a line break of any kind in what a caller sends would let it write
+    log lines, and an escape sequence would have a terminal do what it says.
+    """
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else escape(character) for character in text)
+
+
 def soften(record: logging.LogRecord) -> bool:
     """Reduces to one line what gRPC logs as a fault of the server, with a traceback: that an RPC was over before it
     could be ended. gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it.
@@ -182,8 +191,7 @@ class TextFormatter(_Formatter):
         """One line, and the lines of the traceback where there is one."""
         words = [self._time(record), record.levelname.lower(), record.name, self._message(record)]
         words += [f"{key}={value}" for key, value in self._fields(record).items()]
-        # A line break in a message would let its sender write log lines.
-        line = " ".join(words).replace("\r", "\\r").replace("\n", "\\n")
+        line = _printable(" ".join(words), lambda character: character.encode("unicode_escape").decode("ascii"))
         return "\n".join(filter(None, (line, self._traceback(record))))
 
 
@@ -200,4 +208,5 @@ class JsonFormatter(_Formatter):
         }
         if traceback := self._traceback(record):
             content["traceback"] = traceback
-        return json.dumps(content, ensure_ascii=False)
+        line = json.dumps(content, ensure_ascii=False)
+        return _printable(line, lambda character: json.dumps(character).strip('"'))
