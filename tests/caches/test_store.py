@@ -372,3 +372,17 @@ def test_requests_that_were_given_up_are_forgotten() -> None:
         store.create(SHAPE, None, 1.0, None, b"1")
     store.give_up(None, b"last", GIVEN_UP_SECONDS)
     assert len(store._given_up) == 1
+    assert {owner: len(own) for owner, own in store._given_up_by.items()} == {None: 1}
+
+
+def test_one_owner_does_not_make_others_requests_forgotten() -> None:
+    store = store_of(4, max_caches=10)
+    store.give_up("me", b"mine", 0.0)
+    for number in range(2 * MAX_GIVEN_UP):
+        store.give_up("you", b"%d" % number, 0.0)
+    assert len(store._given_up) == MAX_GIVEN_UP
+    with pytest.raises(Cancelled):
+        store.create(SHAPE, None, 1.0, "me", b"mine")
+    with pytest.raises(Cancelled):
+        store.create(SHAPE, None, 1.0, "you", b"%d" % (2 * MAX_GIVEN_UP - 1))
+    assert store.create(SHAPE, None, 1.0, "you", b"0") is not None

@@ -30,7 +30,7 @@ SHARE: Final = 8
 of all if it is alone (as in `scheduling.admission`). The last place is for one who has none.
 """
 MAX_GIVEN_UP: Final = 1 << 14
-"""How many of these requests are remembered: the latest."""
+"""How many of these requests are remembered. Beyond that, the oldest is forgotten of the owner that has most."""
 
 
 class Register:
@@ -51,6 +51,8 @@ class Register:
         """By their owners and the ids of the requests that made them."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
         """Requests that must no longer make a cache, and until when that is remembered; in the order of these times."""
+        self._given_up_by: dict[str | None, OrderedDict[bytes, None]] = {}
+        """The same by their owners, in the same order."""
         self._leases = Leases()
 
     def __len__(self) -> int:
@@ -98,10 +100,24 @@ class Register:
         key = owner, request_id
         if (made := self._made.get(key)) is not None:
             self.delete(made)
+        if key in self._given_up:
+            self._forget(key)
         self._given_up[key] = now + GIVEN_UP_SECONDS
-        self._given_up.move_to_end(key)
-        while len(self._given_up) > MAX_GIVEN_UP or next(iter(self._given_up.values())) <= now:
-            self._given_up.popitem(last=False)
+        self._given_up_by.setdefault(owner, OrderedDict())[request_id] = None
+        while next(iter(self._given_up.values())) <= now:
+            self._forget(next(iter(self._given_up)))
+        if len(self._given_up) > MAX_GIVEN_UP:
+            most = max(self._given_up_by, key=lambda each: len(self._given_up_by[each]))
+            self._forget((most, next(iter(self._given_up_by[most]))))
+
+    def _forget(self, given_up: tuple[str | None, bytes]) -> None:
+        """Forgets that a request was given up."""
+        owner, request_id = given_up
+        del self._given_up[given_up]
+        own = self._given_up_by[owner]
+        del own[request_id]
+        if not own:
+            del self._given_up_by[owner]
 
     def made_by(
         self, owner: str | None, request_id: bytes, now: float, *, shape: CacheShape | None, parent: str | None
