@@ -12,6 +12,8 @@ from calls import PATIENCE_S
 DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
 ACK = END_STREAM = 1
 END_HEADERS = 4
+MAX_STREAMS: Final = 3
+"""The setting that says how many streams may be open at a time."""
 WINDOW_SIZE: Final = 4
 """The setting that says how many bytes a stream may carry until its receiver allows more."""
 FRAME: Final = struct.Struct(">HBBBI")
@@ -48,6 +50,8 @@ class Connection:
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, settings))
         self._next = 1
         self._received = b""
+        self.settings: dict[int, int] = {}
+        """What the other end has set."""
         self.seen: Counter[tuple[int, bool]] = Counter()
         """Frames by their type, and by whether they ended a stream."""
 
@@ -91,6 +95,8 @@ class Connection:
             return False
         if kind in (SETTINGS, PING):
             if not flags & ACK:
+                if kind == SETTINGS:
+                    self.settings.update(struct.iter_unpack(">HI", payload))
                 self._socket.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
         else:
             self.seen[kind, bool(flags & END_STREAM) and kind in (DATA, HEADERS)] += 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 import pytest
+from frames import HEADERS, MAX_STREAMS, Connection
 from grpc import StatusCode, aio
 from grpc._cython import cygrpc
 from loopback import loopback
@@ -197,3 +198,14 @@ def test_localhost_is_both_loopback_addresses(start_server: Callable[..., Server
     for host in loopback():
         with Client(str(Address(host, int(port)))) as client:
             assert client.attend(one, one, one).output == one
+
+
+@pytest.mark.parametrize(("max_requests", "most"), [("1", port.CONNECTION_RPCS), ("5000", 5000)])
+def test_a_connection_has_so_many_rpcs_at_a_time(
+    start_server: Callable[..., Server], max_requests: str, most: int
+) -> None:
+    server = start_server("--max-requests", max_requests)
+    with Connection(server.address) as connection:
+        connection.begin("/grpc.health.v1.Health/Check")
+        assert connection.until(HEADERS, True, 1)
+        assert connection.settings[MAX_STREAMS] == most

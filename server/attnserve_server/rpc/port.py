@@ -33,6 +33,11 @@ places among `max_caller_streams`, for hours."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
 """How long a caller may take to answer a ping. A synchronous client in C++ that has no calls reads every 5 s."""
 
+CONNECTION_RPCS: Final = 4096
+"""The most RPCs of a connection at a time, if `max_requests` is not more: unary calls beyond that wait in their client.
+Without a bound, gRPC takes streams that are begun and reset at once as fast as they come, and delays others meanwhile.
+"""
+
 UNCOMPRESSED: Final = 1 << 0
 """The algorithms by which messages may be compressed: none. 250 KB can be 250 MB, which gRPC unpacks before anything of
 ours sees the message; and tensors hardly shrink.
@@ -50,6 +55,7 @@ _HANDLER: Final = "_schedule_rpc_coro"
 def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     """The options of a server's channels."""
     yield "grpc.so_reuseport", 0
+    yield "grpc.max_concurrent_streams", min(max(CONNECTION_RPCS, config.max_requests), 2**31 - 1)
     yield "grpc.max_receive_message_length", config.max_message_bytes
     yield "grpc.max_send_message_length", -1
     yield "grpc.keepalive_time_ms", KEEPALIVE_MS
