@@ -114,6 +114,9 @@ class Bench:
         assert all(len(replies) == 1 for replies in self.replies.values())
         assert (self.admission.requests, self.admission.bytes, self.admission.flops) == (0, 0, 0)
         assert (self.queue.requests, self.queue.bytes, self.queue.cost) == (0, 0, 0)
+        if self.engine.failure is None:
+            await asyncio.sleep(0)  # the last batch's time is learnt once its replies are on their way
+            assert self.queue.running == 0
         return outcomes
 
     def count(self, name: str, **labels: str) -> float:

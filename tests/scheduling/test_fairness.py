@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import Entry, queue_of
+from waiting import SECOND, Entry, queue_of, work
 
 from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock
+from attnserve_server.scheduling.pace import Pace
 
 
 def served(entries: list[Entry], *, cost: float) -> Counter[object]:
@@ -22,6 +25,23 @@ def served(entries: list[Entry], *, cost: float) -> Counter[object]:
         taken[entry.caller] += entry.cost
         if taken.total() >= cost:
             break
+    return taken
+
+
+def run(entries: Mapping[str, Entry], seconds: Mapping[str, float], *, each: int, pace: Pace) -> Counter[str]:
+    """For how long each caller's entries run, where it always has `each` of them waiting or running, which take so many
+    `seconds` whatever the pace says. The pace learns nothing.
+    """
+    queue, taken = queue_of(pace=pace), Counter[str]()
+    for caller, entry in entries.items():
+        for _ in range(each):
+            queue.push(replace(entry, caller=caller))
+    while taken.total() < 500 * max(seconds.values()):
+        batch = queue.pop(0.0)
+        queue.end(batch, sum(seconds[entry.caller] for entry in batch.entries))
+        for entry in batch.entries:
+            taken[entry.caller] += seconds[entry.caller]
+            queue.push(replace(entry))
     return taken
 
 
@@ -49,6 +69,41 @@ def test_callers_share_by_time_and_not_by_number() -> None:
     small = [Entry(caller="small", cost=1) for _ in range(10_000)]
     taken = served([*large, *small], cost=4000)
     assert taken["large"] == pytest.approx(taken["small"], abs=200)
+
+
+@pytest.mark.parametrize("slow", [1.0, 35.0])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_takes_longer_per_flop_gets_no_more_time(slow: float, known: bool) -> None:
+    """Nor if that shows only in how long batches take."""
+    pace = Pace(1 / SECOND, 1e-12)
+    if known:
+        for _ in range(100):
+            pace.learn(work(1, 10, "slow"), slow * 0.01)
+            pace.learn(work(1, 10, "fast"), 0.01)
+    entries = {"slow": Entry(group="a", kind="slow", cost=10), "fast": Entry(group="b", kind="fast", cost=10)}
+    taken = run(entries, {"slow": slow * 0.01, "fast": 0.01}, each=40, pace=pace)
+    assert taken["fast"] > 0.4 * taken.total()
+    assert taken["slow"] > 0.4 * taken.total()
+
+
+def test_who_shares_batches_with_others_is_charged_its_part() -> None:
+    entries = {caller: Entry(caller=caller, cost=cost) for caller, cost in (("a", 10), ("b", 30))}
+    taken = run(entries, {"a": 0.5, "b": 1.5}, each=4, pace=Pace(1 / SECOND, 1e-12))  # fifty times what is expected
+    assert taken["a"] == pytest.approx(taken["b"], rel=0.1)
+
+
+def test_a_caller_owes_what_still_runs_when_nobody_waits() -> None:
+    """Else what it had would be forgotten whenever another's requests all run at once."""
+    slow, quick = Entry(caller="slow"), Entry(caller="quick")
+    queue = queue_of(slow, quick, max_requests=1)
+    batch = queue.pop(0.0)
+    queue.end(batch, 5.0)
+    batch = queue.pop(0.0)
+    assert (batch.entries, queue.requests, queue.running) == ([quick], 0, 1)
+    queue.push(slow)
+    queue.push(quick)
+    queue.end(batch, 0.1)
+    assert [queue.pop(0.0).entries for _ in range(2)] == [[quick], [slow]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=6), st.randoms(use_true_random=False))
@@ -84,7 +139,8 @@ def test_a_batch_is_filled_with_what_anybody_has() -> None:
 def test_nobody_owes_anything_once_all_have_been_served() -> None:
     queue = queue_of(*(Entry(caller="busy", cost=10) for _ in range(8)))
     while queue.requests:
-        queue.pop(0.0)
+        batch = queue.pop(0.0)
+        queue.end(batch, 100.0)  # much longer than expected
     busy, other = Entry(caller="busy", cost=10), Entry(caller="other", cost=10)
     queue.push(busy)
     queue.push(other)

@@ -1,7 +1,8 @@
 """Measures how long batches took, from which it is estimated how long others will take.
 
 In: computed batches, each with the time for which it alone kept the device busy: from its begin or, if the device was
-computing another then, from the end of that one. Out: what the measured rate learns. No clock.
+computing another then, from the end of that one. Out: what the measured rate learns, and what counts towards callers'
+shares. No clock.
 """
 
 from __future__ import annotations
@@ -9,32 +10,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnserve_server.scheduling.batching import Batch, BatchQueue
     from attnserve_server.scheduling.deadlines import Deadlines
-    from attnserve_server.scheduling.pace import Amount, Pace
+    from attnserve_server.scheduling.entry import Entry
+    from attnserve_server.scheduling.pace import Pace
 
 
 class BatchTimes:
     """The batches of one engine, one after the other."""
 
-    def __init__(self, pace: Pace, deadlines: Deadlines) -> None:
+    def __init__(self, queue: BatchQueue[Entry], pace: Pace, deadlines: Deadlines) -> None:
+        self._queue = queue
         self._pace = pace
         self._deadlines = deadlines
-        self._open: tuple[Amount, float, float | None] | None = None
+        self._open: tuple[Batch[Entry], float, float | None] | None = None
 
-    def end(self, work: Amount, begin: float, end: float | None) -> None:
+    def end(self, batch: Batch[Entry], begin: float, end: float | None) -> None:
         """A batch has been computed. `end` is None if another begins as soon as the loop gets to it: what the loop does
         before that then counts as part of this batch's time.
         """
         self.learn(begin)  # the batch before, if that is still open
-        self._open = work, begin, end
+        self._open = batch, begin, end
+
+    def end_failed(self, batch: Batch[Entry], begin: float, end: float) -> None:
+        """A batch has been computed, but not as a whole: that teaches nothing, and counts for its callers."""
+        self._queue.end(batch, end - begin)
 
     def learn(self, now: float | None = None) -> None:
         """Learns how long the last batch took; if the next one begins `now`, including what the loop did in between."""
         if self._open is None:
             return
-        work, begin, own_end = self._open
+        batch, begin, own_end = self._open
         end = now if own_end is None else own_end
         if end is not None:
             self._open = None
-            self._pace.learn(work, end - begin)
+            self._pace.learn(batch.work, end - begin)
+            self._queue.end(batch, end - begin)
             self._deadlines.computed(end, end - begin)

@@ -2,10 +2,10 @@
 
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
 its group, wherever they are in the queue, until the batch is full by cost, count or bytes. When an entry is due depends
-on what its caller already has waiting (`fairness`), so that no caller waits for all that another has sent; each
-priority level makes it due earlier by the work that the device does in `aging` seconds, at the present pace and with
-the present callers: a higher priority goes first, and nothing waits forever, although a low priority waits longer while
-callers leave, by the logarithm of their number at most. Entries that nobody waits for any more never reach a batch.
+on how long the device works for its caller (`fairness`), so that no caller waits for all that another has sent; each
+priority level makes it due earlier by `aging` seconds of the device's work, with the present callers: a higher priority
+goes first, and nothing waits forever, although a low priority waits longer while callers leave, by the logarithm of
+their number at most. Entries that nobody waits for any more never reach a batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from attnserve_server.scheduling.pace import Amount, Pace
 
 MOST_SKIPPED: Final = 64
 """How many places of groups that are no longer first are kept, beside two for each entry."""
-MOST_LEVEL: Final = 1e300
-"""The most that a level of priority is worth, so that the levels of all priorities are finite."""
 
 
 class Waiting(Protocol):
@@ -80,6 +78,10 @@ class Batch(Generic[E]):
     cost: int = 0
     work: Amount = field(default_factory=Amount)
     """The work of its entries, by kind."""
+    charges: dict[tuple[Hashable, int], float] = field(default_factory=dict)
+    """How long the entries of each caller and priority should take, in seconds."""
+    callers: int = 1
+    """How many callers had something waiting when it was taken out of the queue."""
     cancelled: list[E] = field(default_factory=list)
     expired: list[E] = field(default_factory=list)
 
@@ -118,6 +120,11 @@ class BatchQueue(Generic[E]):
         self.cost = 0
 
     @property
+    def running(self) -> int:
+        """How many batches have been taken out of which `end` has not been told."""
+        return self._fairness.running
+
+    @property
     def least_seconds(self) -> float:
         """The least time that running what waits takes, as far as is known."""
         return self._pace.least_seconds(self._work)
@@ -125,13 +132,13 @@ class BatchQueue(Generic[E]):
     def push(self, entry: E) -> None:
         """Takes an entry."""
         priority, group = entry.priority, entry.group
-        begin = self._fairness.enter(entry.caller, priority, self._pace.work(entry.cost))
-        placed = Placed(begin, next(self._pushes), entry)
+        seconds = self._pace.seconds_of(entry.kind, entry.cost)
+        placed = Placed(self._fairness.enter(entry.caller, priority, seconds), next(self._pushes), entry, seconds)
         waiting = self._groups.get(group)
         if waiting is None:
             waiting = self._groups[group] = ByPriority()
         if waiting.push(priority, placed):
-            self._first.push(priority, Placed(begin, placed.number, group))
+            self._first.push(priority, Placed(placed.begin, placed.number, group))
         self._work.add(entry.kind, entry.cost)
         self.requests += 1
         self.bytes += entry.received_bytes
@@ -155,21 +162,22 @@ class BatchQueue(Generic[E]):
         due = self._fairness.begin(caller, priority) - priority * level
         before = Amount()
         for group in self._groups.values():
-            for its_priority, (begin, _, entry) in group:
-                if begin - its_priority * level <= due:
-                    before.add(entry.kind, entry.cost)
+            for its_priority, placed in group:
+                if placed.begin - its_priority * level <= due:
+                    before.add(placed.item.kind, placed.item.cost)
         return self._pace.least_seconds(before)
 
     def pop(self, now: float) -> Batch[E]:
-        """Takes the next batch out of the queue; it has no entries if nothing is left to run."""
+        """Takes the next batch out of the queue. It has no entries if nothing is left to run; else, `end` follows."""
         batch: Batch[E] = Batch()
         level = self._level()
         while self._groups and not batch.entries:
             priority = self._first.first_priority(level)
-            _, number, group = self._first.pop(priority)
+            first = self._first.pop(priority)
+            group = first.item
             waiting = self._groups.get(group)
             head = None if waiting is None else waiting.head(priority)
-            if waiting is not None and head is not None and head.number == number:
+            if waiting is not None and head is not None and head.number == first.number:
                 for changed in self._fill(batch, waiting, level, now):
                     if (head := waiting.head(changed)) is not None:
                         self._first.push(changed, Placed(head.begin, head.number, group))
@@ -179,6 +187,12 @@ class BatchQueue(Generic[E]):
         if len(self._first) > most:
             self._find_first()
         return batch
+
+    def end(self, batch: Batch[E], seconds: float | None) -> None:
+        """Takes note that a batch which had entries has run, and how long it took: that counts towards its callers'
+        shares, whatever it should have taken. None if none of it has run.
+        """
+        self._fairness.end_run(batch.charges, batch.callers, seconds)
 
     def drop_cancelled(self) -> list[E]:
         """Takes out all entries that have been cancelled. Looks at all waiting entries."""
@@ -208,14 +222,14 @@ class BatchQueue(Generic[E]):
         """How much earlier a level of priority makes an entry due: virtual time is slower by as many callers as there
         are.
         """
-        return min(MOST_LEVEL, self._pace.work_of(self._aging) / max(1, self._fairness.callers))
+        return self._aging / max(1, self._fairness.callers)
 
     def _fill(self, batch: Batch[E], waiting: ByPriority[E], level: float, now: float) -> set[int]:
         """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it.
         Returns the priorities of what has been taken out.
         """
-        callers, work, filling, size = self._fairness.callers, 0.0, 0, 0
-        most, changed = self._max_batch_bytes, set()
+        callers, seconds, filling, size = self._fairness.callers, 0.0, 0, 0
+        charges, most, changed = batch.charges, self._max_batch_bytes, set()
         while waiting and len(batch.entries) < self._max_requests:
             priority = waiting.first_priority(level)
             head = waiting.head(priority)
@@ -229,6 +243,8 @@ class BatchQueue(Generic[E]):
                     break
             waiting.pop(priority)
             changed.add(priority)
+            if gone is None and not batch.entries:
+                self._fairness.begin_run()  # before the entry leaves
             self._forget(entry)
             if gone is None:
                 batch.entries.append(entry)
@@ -236,13 +252,16 @@ class BatchQueue(Generic[E]):
                 filling += self._share(entry)
                 size += entry.received_bytes
                 batch.work.add(entry.kind, entry.cost)
-                work += self._pace.work(entry.cost)
+                whose = entry.caller, priority
+                charges[whose] = charges.get(whose, 0.0) + head.seconds
+                seconds += head.seconds
             else:
                 gone.append(entry)
                 if not batch.entries:  # now another group may be first
                     break
-        self._fairness.served(work, callers)
         if batch.entries:
+            batch.callers = callers
+            self._fairness.served(seconds, callers)
             self._pace.formed(self._fullness(len(batch.entries), filling, size) / len(batch.entries))
         return changed
 

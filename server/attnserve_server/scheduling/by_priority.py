@@ -15,11 +15,12 @@ T = TypeVar("T")
 
 
 class Placed(NamedTuple, Generic[T]):
-    """An item in its place: when it begins, and its number."""
+    """An item in its place: when it begins, its number, and how long it should take, if that is of interest."""
 
     begin: float
     number: int
     item: T
+    seconds: float = 0.0
 
 
 class ByPriority(Generic[T]):

@@ -64,7 +64,7 @@ class Engine:
             queue, admission, self._delivery, metrics, lambda: self._loop.call_soon(self._run_without_device)
         )
         self._deadlines = Deadlines(queue, admission.pace)
-        self._batch_times = BatchTimes(admission.pace, self._deadlines)
+        self._batch_times = BatchTimes(queue, admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
         self._next_step: asyncio.Handle | None = None
         self._waits = False
@@ -265,6 +265,8 @@ class Engine:
         self._pending.begin(batch)
         if not batch.entries:
             self.worker.give_back(run)
+            if batch.charges:  # there were some, none of which could run
+                self._queue.end(batch, None)
             self._schedule()
             return
         self.worker.run(run, self._admission.pace.least_seconds(batch.work))
@@ -314,9 +316,11 @@ class Engine:
         if len(parts) == 1 and not isinstance(parts[0].outcome, RequestError):  # the time of a failure says nothing
             # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
-            self._batch_times.end(batch.work, since, now if apart else None)
+            self._batch_times.end(batch, since, now if apart else None)
             if apart:
                 self._loop.call_soon(self._batch_times.learn)  # once replies are on their way
+        else:
+            self._batch_times.end_failed(batch, since, now)
         if batch.entries[0].request.needs:
             for entries, outcome in parts:
                 failed = isinstance(outcome, RequestError)

@@ -3,8 +3,9 @@
 Each entry gets a virtual start time: now or, if that is later, when all that its caller sent before it is done, except
 what has a lower priority. The virtual clock advances at the rate at which a caller is served its equal share, so
 serving entries in the order of their start times is as if each caller had a slower device of its own. (Weighted fair
-queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in work, in any unit:
-if work turns out to be done faster or slower than expected, the order of these times stays the same.
+queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in seconds of the
+device: those that an entry should take and, once its batch has run, those that it did take. So nobody gains by sending
+what takes longer than it seems.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class FairClock:
     def __init__(self) -> None:
         self._now = 0.0
         self._waiting: dict[Hashable, int] = {}
+        self._running = 0
         self._until: dict[Hashable, dict[int, float]] = {}
         """For each caller and each of its priorities, when all that it sent with that priority or above is done."""
         self._prune_at = FORGOTTEN
@@ -33,6 +35,11 @@ class FairClock:
         """How many callers have work waiting."""
         return len(self._waiting)
 
+    @property
+    def running(self) -> int:
+        """How many runs have begun and not ended."""
+        return self._running
+
     def begin(self, caller: Hashable, priority: int) -> float:
         """The virtual time that the caller's next entry would get."""
         begin = self._now
@@ -41,15 +48,15 @@ class FairClock:
                 begin = done
         return begin
 
-    def enter(self, caller: Hashable, priority: int, work: float) -> float:
-        """Counts in an entry that waits. Returns its virtual start time."""
+    def enter(self, caller: Hashable, priority: int, seconds: float) -> float:
+        """Counts in an entry that waits, and should take that long. Returns its virtual start time."""
         self._waiting[caller] = self._waiting.get(caller, 0) + 1
         begin = self.begin(caller, priority)
         until = self._until.setdefault(caller, {})
-        until[priority] = begin + work
+        until[priority] = begin + seconds
         for level in until:
             if level < priority:
-                until[level] += work
+                until[level] += seconds
         return begin
 
     def leave(self, caller: Hashable) -> None:
@@ -59,14 +66,43 @@ class FairClock:
             self._waiting[caller] = left
             return
         del self._waiting[caller]
-        if not self._waiting:  # nobody waits for anybody: all start afresh
-            self._until.clear()
-            self._now = 0.0
+        if not self._waiting and not self._running:
+            self._start_afresh()
         elif len(self._until) > self._prune_at:
             self._until = {each: until for each, until in self._until.items() if max(until.values()) > self._now}
             self._prune_at = max(FORGOTTEN, 2 * len(self._until))
 
-    def served(self, work: float, callers: int) -> None:
-        """Advances the clock by `work` that now runs, taken while that many callers had work waiting."""
-        if self._waiting:
-            self._now += work / callers
+    def begin_run(self) -> None:
+        """Takes note that entries run from now on, which leave: until `end_run`, nobody starts afresh."""
+        self._running += 1
+
+    def served(self, seconds: float, callers: int) -> None:
+        """Advances the clock by what now runs and should take that long, taken while that many callers had work
+        waiting.
+        """
+        self._now += seconds / callers
+
+    def end_run(self, charges: Mapping[tuple[Hashable, int], float], callers: int, seconds: float | None) -> None:
+        """Corrects the clock, and what callers have used, by how long it took, if that is known. `charges` is how long
+        each caller's entries of each priority should have taken; `callers` is as in `served`.
+        """
+        self._running -= 1
+        expected = sum(charges.values())
+        if seconds is not None and expected > 0.0:
+            self._now += (seconds - expected) / callers
+            for (caller, priority), charge in charges.items():
+                self._correct(caller, priority, charge * (seconds / expected - 1.0))
+        if not self._waiting and not self._running:
+            self._start_afresh()
+
+    def _correct(self, caller: Hashable, priority: int, more: float) -> None:
+        """Counts that much more as used by a caller."""
+        until = self._until.get(caller, {})
+        for level in until:
+            if level <= priority:
+                until[level] += more
+
+    def _start_afresh(self) -> None:
+        """Forgets what everybody has used: nothing waits or runs, so that nobody waits for anybody."""
+        self._until.clear()
+        self._now = 0.0

@@ -180,15 +180,9 @@ class Pace:
         rate = self._rates.get(kind)
         return 0.0 if rate is None else rate.least_seconds(flops, 1)
 
-    def work(self, flops: float) -> float:
-        """A request's cost including its overhead, in FLOPs. It does not depend on the kind, so that what is learnt of
-        kinds changes no caller's share.
-        """
-        return flops + self._all.request_seconds / self._all.flop_seconds
-
-    def work_of(self, seconds: float) -> float:
-        """The FLOPs that take that long."""
-        return seconds / self._all.flop_seconds
+    def seconds_of(self, kind: str, flops: float) -> float:
+        """How long one request should take."""
+        return self._rates.get(kind, self._all).seconds(flops, 1)
 
     def learn(self, batch: Amount, seconds: float) -> None:
         """Learns from how long a batch took."""
