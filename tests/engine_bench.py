@@ -116,7 +116,7 @@ class Bench:
         assert (self.queue.requests, self.queue.bytes, self.queue.cost) == (0, 0, 0)
         if self.engine.failure is None:
             await asyncio.sleep(0)  # the last batch's time is learnt once its replies are on their way
-            assert self.queue.running == 0
+            assert self.queue._fairness._running == 0
         return outcomes
 
     def count(self, name: str, **labels: str) -> float:

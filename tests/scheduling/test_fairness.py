@@ -99,7 +99,7 @@ def test_a_caller_owes_what_still_runs_when_nobody_waits() -> None:
     batch = queue.pop(0.0)
     queue.end(batch, 5.0)
     batch = queue.pop(0.0)
-    assert (batch.entries, queue.requests, queue.running) == ([quick], 0, 1)
+    assert (batch.entries, queue.requests, queue._fairness._running) == ([quick], 0, 1)
     queue.push(slow)
     queue.push(quick)
     queue.end(batch, 0.1)

@@ -120,11 +120,6 @@ class BatchQueue(Generic[E]):
         self.cost = 0
 
     @property
-    def running(self) -> int:
-        """How many batches have been taken out of which `end` has not been told."""
-        return self._fairness.running
-
-    @property
     def least_seconds(self) -> float:
         """The least time that running what waits takes, as far as is known."""
         return self._pace.least_seconds(self._work)

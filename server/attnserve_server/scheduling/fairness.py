@@ -26,6 +26,7 @@ class FairClock:
         self._now = 0.0
         self._waiting: dict[Hashable, int] = {}
         self._running = 0
+        """How many runs have begun and not ended."""
         self._until: dict[Hashable, dict[int, float]] = {}
         """For each caller and each of its priorities, when all that it sent with that priority or above is done."""
         self._prune_at = FORGOTTEN
@@ -34,11 +35,6 @@ class FairClock:
     def callers(self) -> int:
         """How many callers have work waiting."""
         return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        """How many runs have begun and not ended."""
-        return self._running
 
     def begin(self, caller: Hashable, priority: int) -> float:
         """The virtual time that the caller's next entry would get."""
