@@ -137,6 +137,21 @@ def test_what_is_computed_by_other_means_is_another_kind_of_work() -> None:
     assert messages.read(messages.random_attend(0, causal=True)).problem.kind == kinds[0]
 
 
+def test_work_of_which_few_queries_share_the_reading_of_a_key_is_another_kind() -> None:
+    """A FLOP of theirs takes longer; heads that share keys read them once."""
+
+    def kind(rows: int, **fields: Any) -> str:
+        return messages.read(messages.random_attend(0, rows, kv_length=64, **fields)).problem.kind
+
+    kinds = [kind(rows) for rows in (1, 2, 8, 32)]
+    assert len(set(kinds)) == 4
+    assert [kind(rows) for rows in (0, 7, 31, 500)] == kinds
+    assert kind(4, heads=8, kv_heads=1) == kinds[3]
+    rows, lengths = np.zeros((64, 4, 8), np.float32), np.full(16, 4)
+    packed = messages.attend(rows, rows, rows, layout=pb.LAYOUT_PACKED, query_lengths=lengths, kv_lengths=lengths)
+    assert messages.read(packed).problem.kind == kinds[1], "4 queries a sequence"
+
+
 @pytest.mark.parametrize("hides", [{}, {"mask": np.ones((3, 3), bool)}, {"bias": np.zeros((3, 3), np.float32)}])
 def test_alibi_beside_what_may_hide_keys_is_written_out_and_costs_so(hides: dict[str, Any]) -> None:
     """Kernels measure it from the nearest key, which may be hidden."""

@@ -186,6 +186,15 @@ def test_what_is_narrow_costs_what_it_takes_and_is_not_computed_on_the_event_loo
     assert request.cost >= request.effort > Config().inline_flops
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}])
+def test_heads_cost_what_their_pairs_take_however_narrow_they_are(options: dict[str, Any]) -> None:
+    """So that narrow heads gain their caller no share of the device, and do not spoil the rate of others."""
+    narrow, wider = (messages.read(messages.random_attend(0, 512, heads=8, width=width, **options)) for width in (1, 8))
+    assert narrow.cost == wider.cost > 2 * narrow.flops
+    causal = messages.read(messages.random_attend(0, 512, heads=8, width=1, causal=True, **options))
+    assert causal.cost < (0.51 if not options else 1.01) * narrow.cost
+
+
 @pytest.mark.parametrize(("dtype", "item_bytes"), [(np.float64, 8), (np.float32, 4)])
 def test_the_effort_of_a_query_that_reads_more_than_it_computes_is_what_it_reads(dtype: Any, item_bytes: int) -> None:
     alone, many = (

@@ -116,11 +116,11 @@ class CachedRequest(CacheWork):
         whole_flops = problem.flops(whole, rows, keys)
         self.limits.check_flops(problem.weighed(whole_flops, whole))
         flops = whole_flops if pairs == whole else problem.flops(pairs, rows, keys)
-        effort = problem.effort(flops, rows, keys, problem.batch)
+        effort = problem.effort(flops, pairs, rows, keys, problem.batch)
         self.flops = flops
         self.effort = max(effort, keys * self.uses[0].cache.shape.token_bytes if rows else 0)
         self.whole_effort = max(effort, whole_flops)
-        self.cost = effort * problem.weight + CALL_COST * problem.batch
+        self.cost = problem.weighed(effort, pairs) + CALL_COST * problem.batch
         self.reply_bytes = reply_bytes(problem, rows, max(lengths))
         self.scratch_bytes = problem.scratch_bytes(max(lengths))
         if not self._varies:

@@ -88,12 +88,12 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
     # Queries of what is not finite are computed with the keys out of their reach, too.
     limits.check_flops(problem.weighed(whole_flops, whole))
     kv_tokens = sum(span.sequences * span.kv_length for span in spans)
-    whole_effort = effort = problem.effort(whole_flops, rows, kv_tokens, problem.batch)
+    whole_effort = effort = problem.effort(whole_flops, whole, rows, kv_tokens, problem.batch)
     if problem.has_band and not problem.one_by_one:
         pairs = sum(span.sequences * pairs_within_reach(*_band(problem, span)) for span in spans)
         kv_tokens = sum(span.sequences * keys_within_reach(*_band(problem, span)) for span in spans)
         flops = problem.flops(pairs, rows, sent)
-        effort = problem.effort(flops, rows, kv_tokens, problem.batch)
+        effort = problem.effort(flops, pairs, rows, kv_tokens, problem.batch)
     if problem.one_by_one:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
@@ -105,7 +105,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
         flops=flops,
         effort=max(effort, kv_tokens * problem.token_bytes if rows else 0),
         whole_effort=whole_effort,
-        cost=effort * problem.weight + calls * CALL_COST,
+        cost=problem.weighed(effort, pairs) + calls * CALL_COST,
         reply_bytes=reply_bytes(problem, rows, longest[1]),
         scratch_bytes=problem.scratch_bytes(longest[1]),
     )

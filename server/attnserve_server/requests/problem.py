@@ -48,6 +48,9 @@ PAIR_COST, WRITTEN_OUT_PAIR_COST = 64, 1_024
 one core.
 """
 
+QUERIES_OF_A_KEY = "1 query", "2 to 7 queries", "8 to 31 queries", "32 queries or more"
+"""How many queries share the reading of a key, on average, as far as kinds of work tell them apart."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
@@ -142,8 +145,8 @@ class Problem:
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
 
     def weighed(self, flops: int, pairs: int) -> int:
-        """The FLOPs in operations of plain attention, or what so many query-key pairs take at least if that is more: of
-        narrow heads, each operation takes longer.
+        """FLOPs or effort in operations of plain attention, or what so many query-key pairs take at least if that is
+        more: of narrow heads, each operation takes longer.
         """
         pair_cost = WRITTEN_OUT_PAIR_COST if self.one_by_one else PAIR_COST
         return max(flops * self.weight, pair_cost * pairs * self.query_heads)
@@ -153,14 +156,15 @@ class Problem:
         """The bytes of one token's keys and values, if they are sent."""
         return self.kv_heads * (self.key_dim + self.value_dim) * _dtypes.NUMPY[self.dtype].itemsize
 
-    def effort(self, flops: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
-        """The FLOPs, or what reading tokens and writing rows takes if that is more. A million heads of one element are
-        almost no FLOPs, but take a third of a second.
+    def effort(self, flops: int, pairs: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
+        """The FLOPs, or if that is more, what so many query-key pairs take, or reading tokens and writing rows. A
+        million heads of one element are almost no FLOPs, but take a third of a second.
         """
         if not query_tokens:
             return flops
+        of_pairs = 0 if self.one_by_one else PAIR_COST * self.query_heads * pairs
         of_keys = self.kv_heads * (KEY_COST * kv_tokens + HEAD_COST * sequences)
-        return max(flops, ROW_COST * self.query_heads * query_tokens + of_keys)
+        return max(flops, of_pairs, ROW_COST * self.query_heads * query_tokens + of_keys)
 
 
 def problem_of(header: bytes, resident: KeyShape | None = None) -> Problem:
@@ -245,8 +249,18 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
             options,
             optional,
         ),
-        kind=f"attend {_dtypes.name(query.dtype)}, {score or ('written out' if one_by_one else 'by kernels')}",
+        kind=_kind(query.dtype, score or ("written out" if one_by_one else "by kernels"), axes, packed),
     )
+
+
+def _kind(dtype: int, way: str, axes: Axes, packed: bool) -> str:
+    """What decides how long an operation takes: the dtype, the way of computing, and how many queries meet a key once
+    it has been read. If these are few, reading takes longer than computing.
+    """
+    sequences = axes.batch if packed else 1
+    queries = axes.query_length * axes.query_heads // max(1, axes.kv_heads * sequences)
+    of_a_key = QUERIES_OF_A_KEY[min(queries.bit_length() // 2, len(QUERIES_OF_A_KEY) - 1)]
+    return f"attend {_dtypes.name(dtype)}, {way}, {of_a_key}"
 
 
 def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, TensorSpec]:

@@ -104,7 +104,7 @@ class Request(Independent):
 
     @property
     def kind(self) -> str:
-        """The dtype and the way of computing: requests of one kind are about equally fast."""
+        """See `Work.kind`."""
         if self.unfinished is not None:
             return f"attend {_dtypes.name(self.problem.dtype)}, not finite"
         return self.problem.kind

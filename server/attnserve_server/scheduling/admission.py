@@ -110,6 +110,10 @@ class Admission:
         """The bytes in flight of every caller that has any requests in flight."""
         return {caller: usage.bytes for caller, usage in self._callers.items()}
 
+    def awaits(self, kind: str) -> bool:
+        """Whether a request of that kind has not been computed yet."""
+        return kind in self._everybody.work.kinds
+
     @property
     def seconds(self) -> float:
         """How long the requests not computed yet should take."""

@@ -46,4 +46,4 @@ class BatchTimes:
             self._open = None
             self._pace.learn(batch.work, end - begin)
             self._queue.end(batch, end - begin)
-            self._deadlines.computed(end, end - begin)
+            self._deadlines.computed(batch, end, end - begin)

@@ -63,7 +63,7 @@ class Engine:
         self._pending = PendingRequests(
             queue, admission, self._delivery, metrics, lambda: self._loop.call_soon(self._run_without_device)
         )
-        self._deadlines = Deadlines(queue, admission.pace)
+        self._deadlines = Deadlines(queue, admission)
         self._batch_times = BatchTimes(queue, admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
         self._next_step: asyncio.Handle | None = None
