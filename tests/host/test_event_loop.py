@@ -1,10 +1,19 @@
-"""How busy the event loop is: not while it waits, and all the time that it works."""
+"""How busy the event loop is: not while it waits, and all the time that it works. How it learns of gRPC's events."""
 
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import threading
 import time
+from typing import Any
 
+import grpc
+import pytest
+from grpc import aio
+
+from attnserve_server.host import event_loop
 from attnserve_server.host.event_loop import EventLoop
 
 TOLERANCE_S = 0.01
@@ -35,3 +44,90 @@ def test_working_is() -> None:
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         assert runner.run(work(0.2)) >= 0.2 - TOLERANCE_S
+
+
+EVENTS = 2000
+"""So many bytes do not fit into the socket by which gRPC tells of events."""
+PATIENCE_S = 20.0
+
+
+class Events:
+    """Events as gRPC tells of them: a thread notes them and writes a byte for each, and the loop's callback reads one
+    byte and handles all that have been noted. The loop is busy until the thread has done all that it can.
+    """
+
+    def __init__(self) -> None:
+        self._reads, self._writes = socket.socketpair()
+        self._reads.setblocking(False)
+        self._writes.setblocking(False)
+        self._noted = 0
+        self._thread = threading.Thread(target=self._note, daemon=True)
+        self._cannot_go_on = threading.Event()
+        self.handled: list[int] = []
+        """How many were handled in each turn of the loop."""
+
+    async def all(self) -> None:
+        """Waits until all are handled."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._reads, self._handle, done)
+        self._thread.start()
+        async with asyncio.timeout(PATIENCE_S):
+            await done.wait()
+        loop.remove_reader(self._reads)
+        self._thread.join()
+        self._reads.close()
+        self._writes.close()
+
+    def _note(self) -> None:
+        for _ in range(EVENTS):
+            self._noted += 1
+            try:
+                self._writes.send(b"1")
+            except BlockingIOError:
+                self._cannot_go_on.set()
+                select.select([], [self._writes], [])
+                self._writes.send(b"1")
+        self._cannot_go_on.set()
+
+    def _handle(self, done: asyncio.Event) -> None:
+        assert self._cannot_go_on.wait(PATIENCE_S)
+        if self._noted < EVENTS:
+            self._cannot_go_on.clear()
+        assert self._reads.recv(1)
+        self.handled.append(self._noted - sum(self.handled))
+        if sum(self.handled) == EVENTS:
+            done.set()
+
+
+def test_whoever_tells_of_events_does_not_wait_for_the_loop_to_turn_for_each() -> None:
+    events = Events()
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(events.all())
+    assert sum(events.handled) == EVENTS
+    assert len(events.handled) < EVENTS / 50
+
+
+def test_so_does_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told of events by a socket that it adds by the method of the loop that others use."""
+    read: list[Any] = []
+    read_all_but_one = event_loop._after_all_but_one
+
+    def recorded(*args: Any) -> None:
+        read.append(args[0])
+        read_all_but_one(*args)
+
+    async def serve() -> None:
+        server = aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(aio.AioRpcError) as caught:
+                await channel.unary_unary("/any/Method")(b"", timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await server.stop(None)
+
+    monkeypatch.setattr(event_loop, "_after_all_but_one", recorded)
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(serve())
+    assert read
+    assert isinstance(read[0], socket.socket)
