@@ -22,6 +22,7 @@ from attnserve_server.errors import Cancelled
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.endings import Endings
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.rpc.stream import CallStream, Streams
@@ -69,6 +70,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
         max_message_calls=64,
         max_unanswered=64,
         endings=rpcs.endings,
+        reading_turns=ReadingTurns(),
     )
     service = AttentionService(streams, rpcs, b"")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -144,6 +146,7 @@ async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine
         max_message_calls=64,
         max_unanswered=64,
         endings=Endings(metrics),
+        reading_turns=ReadingTurns(),
     )
     stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):

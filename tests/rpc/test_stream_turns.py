@@ -6,7 +6,7 @@ The stream is a real one whose caller is a list of messages; the order of readin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import calls
@@ -18,8 +18,9 @@ from google.protobuf.message import Message
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, Callers, anybody
 from attnserve_server.requests.work import Work
-from attnserve_server.rpc import stream
+from attnserve_server.rpc import reading_turns, stream
 from attnserve_server.rpc.endings import Endings
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.stream import CallStream, Streams
 
 __all__ = ["torch_threads"]
@@ -54,16 +55,18 @@ class ListedContext:
 
 
 class Reading:
-    """A stream that serves one message of many calls, and a record of what happens meanwhile."""
+    """Streams that serve one message of many calls each, and a record of what happens meanwhile."""
 
-    def __init__(self, then: Callable[[int], object] = bool) -> None:
-        """`then` gets the number of each call that has been read."""
+    def __init__(self, then: Callable[[int], object] = bool, callers: Sequence[str] = ("here",)) -> None:
+        """`then` gets the number of each call that has been read. There is a stream for each caller."""
         self.bench = Bench(HeldDevice(BESIDE))
         self.events: list[str] = []
         self.then = then
         request = messages.random_attend(0)
         many = [calls.call(number, request) for number in range(CALLS)]
-        self.context: Any = ListedContext(pb.AttendStreamRequest(calls=many))
+        self.calls = CALLS * len(callers)
+        self.contexts: list[Any] = [ListedContext(pb.AttendStreamRequest(calls=many)) for _ in callers]
+        self.context = self.contexts[0]
         streams = Streams(
             engine=self.bench.engine,
             metrics=self.bench.metrics,
@@ -72,8 +75,13 @@ class Reading:
             max_message_calls=CALLS,
             max_unanswered=10 * CALLS,
             endings=Endings(self.bench.metrics),
+            reading_turns=ReadingTurns(),
         )
-        self.stream = CallStream(streams, anybody("here"), self.context)
+        self.streams = [
+            CallStream(streams, anybody(caller), context)
+            for caller, context in zip(callers, self.contexts, strict=True)
+        ]
+        self.stream = self.streams[0]
 
     def _read(self, caller: Caller, buffer: bytes, at: int, end: int) -> Work:
         self.then(self.events.count("call"))
@@ -82,7 +90,7 @@ class Reading:
 
     async def other(self) -> None:
         """Somebody else with something to do in every turn of the loop."""
-        while self.events.count("call") < CALLS:
+        while self.events.count("call") < self.calls:
             self.events.append("other")
             await asyncio.sleep(0)
 
@@ -90,7 +98,8 @@ class Reading:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one call is read per turn."""
-    monkeypatch.setattr(stream, "MAX_TURN_SECONDS", 0.0)
+    for room in (stream, reading_turns):
+        monkeypatch.setattr(room, "MAX_TURN_SECONDS", 0.0)
 
 
 async def test_others_have_their_turns_between_calls(no_patience: None) -> None:
@@ -104,6 +113,27 @@ async def test_others_have_their_turns_between_calls(no_patience: None) -> None:
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
+    assert await reading.bench.engine.drain(0)
+
+
+@pytest.mark.parametrize(
+    ("callers", "at_a_time"), [(["one"] * 3, 1), (["one", "another"], 2), (["one", "another"] * 3, 2)]
+)
+async def test_all_streams_of_a_caller_read_as_much_as_one(
+    no_patience: None, callers: Sequence[str], at_a_time: int
+) -> None:
+    """So others wait for a caller with many streams no longer than for one with a single stream."""
+    reading = Reading(callers=callers)
+    serving = [asyncio.create_task(each.serve()) for each in reading.streams]
+    await asyncio.create_task(reading.other())
+    in_turns = "".join("c" if event == "call" else " " for event in reading.events).split()
+    assert max(map(len, in_turns)) == at_a_time
+    async with asyncio.timeout(calls.PATIENCE_S):
+        for context in reading.contexts:
+            await context.answered.wait()
+    for task in serving:
+        task.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
     assert await reading.bench.engine.drain(0)
 
 

@@ -12,6 +12,7 @@ from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
 from attnserve_server.access.callers import Callers, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Received, Rpcs
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.rpc.stream import Streams
@@ -98,6 +99,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
         max_message_calls=64,
         max_unanswered=64,
         endings=rpcs.endings,
+        reading_turns=ReadingTurns(),
     )
     service = AttentionService(streams, rpcs, b"")
     message = messages.random_attend(0).SerializeToString()

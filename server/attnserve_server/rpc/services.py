@@ -35,6 +35,7 @@ from attnserve_server.rpc.info import server_info
 from attnserve_server.rpc.layer_service import LAYER_SERVICE_NAME, LayerService
 from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.reflection import Reflection
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import SERVICE_NAME, AttentionService
@@ -114,6 +115,7 @@ class Services:
             max_message_calls=config.max_message_calls,
             max_unanswered=max(1, config.max_requests // STREAM_SHARE),
             endings=endings,
+            reading_turns=ReadingTurns(),
             tracing=parts.tracing,
             fast_path=_fast_path(config, parts),
             unread=unread,

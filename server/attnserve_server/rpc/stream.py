@@ -37,6 +37,7 @@ from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
+from attnserve_server.rpc.reading_turns import MAX_TURN_SECONDS, ReadingTurns
 from attnserve_server.rpc.rpcs import when_sent
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
@@ -44,9 +45,6 @@ from attnserve_server.scheduling.entry import Entry, Outcome
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a caller that has left more than this of its replies unread."""
-
-MAX_TURN_SECONDS: Final = 0.005
-"""About how long the calls of one message are read before the loop turns to others' messages and replies."""
 
 ATTENDED: Final = LABELS["attend"]
 """What the metrics and the log call the calls that the fast path answers, and a stream that is refused."""
@@ -70,6 +68,8 @@ class Streams:
     """Nothing is read from a caller that has more calls than this unanswered."""
     endings: Endings
     """Takes note of how calls end."""
+    reading_turns: ReadingTurns
+    """When the streams of one caller may read their messages."""
     tracing: Tracing | None = None
     """Records the calls."""
     fast_path: FastPath | None = None
@@ -101,6 +101,8 @@ class CallStream:
         self._in_flight: dict[int, Entry] = {}
         self._unread = streams.unread
         self._outbox = Outbox(context, streams.engine, streams.metrics, streams.unread)
+        self._reading_turn = streams.reading_turns.of(caller.share)
+        self._turn_begin = 0.0
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
         self._ended = False
@@ -186,6 +188,11 @@ class CallStream:
             if self._callers.edition is not self._edition:
                 self._look_again()
             self._receiving = True
+            self._turn_begin = arrival
+            if not self._reading_turn.is_free:
+                await self._reading_turn.wait()
+                self._turn_begin = perf_counter()
+            self._reading_turn.begin()
             self._outbox.hold()
             try:
                 if not self._answer_at_once(message, arrival):
@@ -196,6 +203,7 @@ class CallStream:
             finally:
                 self._receiving = False
                 self._outbox.write()  # replies that are ready leave a turn of the loop sooner
+                self._reading_turn.end(self._turn_begin, perf_counter())
             if self._ended:
                 return
             del message  # it may be large, and the next one long in coming
@@ -241,7 +249,7 @@ class CallStream:
             raise Malformed("", error) from None
         if cancelled:
             self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
-        begin = turn = arrival
+        begin = self._turn_begin
         for call in calls:
             trace = None
             if self._tracing is not None:
@@ -254,12 +262,12 @@ class CallStream:
                 if refusal is not None:
                     self._answer_error(call.id, call.label, refusal, arrival, None, trace)
             begin = perf_counter()
-            if begin - turn > MAX_TURN_SECONDS:
+            if begin - self._turn_begin > MAX_TURN_SECONDS:
                 self._engine.hurry()  # else the device waits for the last of them
                 self._outbox.write()
                 await asyncio.sleep(0)
                 self._outbox.hold()
-                begin = turn = perf_counter()
+                begin = self._turn_begin = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> NoRoom | None:
         """Submits a call whose decoding began at `begin`, if there is room. Raises RequestError."""
