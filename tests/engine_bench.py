@@ -16,13 +16,13 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from rpcs import new_metrics
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import (
     RequestError,
 )
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
 from attnserve_server.scheduling.admission import Admission
@@ -39,7 +39,7 @@ class HeldDevice(CpuDevice):
     """A CPU that computes nothing while it is held, records what it was given, and fails on demand."""
 
     def __init__(self, inline_flops: int) -> None:
-        super().__init__(1, inline_flops)
+        super().__init__(1, inline_flops, None)
         self.batches: list[list[Request]] = []
         self.threads_seen: set[str] = set()
         self.guilty: list[bytes] = []
@@ -82,7 +82,7 @@ class Bench:
     ) -> None:
         self.device = device
         self.admission = Admission(max_requests, 10**12, 10**15)
-        self.metrics = Metrics("0", "0", "cpu")
+        self.metrics = new_metrics()
         self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
         self.engine = Engine(device, self.queue, self.admission, self.metrics, max_wait)
         self.engine.open()

@@ -21,7 +21,7 @@ __all__ = ["meta_device"]
 async def test_attention_to_caches(meta_device: CudaDevice, lengths: tuple[int, int], appended: int) -> None:
     bench = Bench()
     caches = [bench.create(length) for length in lengths]
-    bench.host = Host(bench.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, META))
+    bench.host = Host(bench.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, META, None), "")
     ran: list[BatchResult] = []
     bench.engine.worker._device = meta_device
     entry = bench.attend(*caches, appended=appended)

@@ -15,6 +15,10 @@ import pytest
 import torch
 from checkpoints import HEADS, VOCABULARY, WIDTH
 from conftest import Models
+from layer_requests import registry_of
+from limits import LIMITS
+from rpcs import new_metrics
+from stores import store_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
@@ -23,7 +27,6 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import Host
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import OutOfMemory, RequestError
@@ -31,7 +34,6 @@ from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -80,7 +82,7 @@ class Bench:
         )
         references = [pb.CacheReference(name=cache.name) for cache in caches]
         message = pb.ApplyRequest(layer="gpt2", input=ids, caches=references).SerializeToString()
-        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message))
+        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message), LIMITS)
         assert isinstance(request, CachedLayerRequest)
         return request
 
@@ -103,15 +105,16 @@ class Bench:
 @pytest.fixture
 async def bench(models: Models) -> AsyncIterator[Bench]:
     threads = torch.get_num_threads()
-    device, metrics = FailingDevice(1, 10**15), Metrics("0", "0", "cpu")
+    device, metrics = FailingDevice(1, 10**15, None), new_metrics()
     queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
     engine = Engine(device, queue, Admission(100, 10**9, 10**12), metrics)
     engine.open()
-    registry = Registry(device, models.directory)
+    registry = registry_of(device, models.directory)
     await registry.load("layers.toml", ["gpt2"])
     host = Host(
-        CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100),
+        store_of(PAGES, page_bytes=PAGE_BYTES),
         PagePool.of(device, PAGES * PAGE_BYTES, PAGE_BYTES),
+        address="",
     )
     yield Bench(device, registry, engine, host)
     assert await engine.drain(PATIENCE_S)
@@ -167,7 +170,7 @@ async def test_resident_keys_cost(bench: Bench) -> None:
 
 async def test_resident_keys_beyond_a_window_cost_nothing(bench: Bench, tmp_path: Path) -> None:
     decoders.write_mistral(tmp_path)
-    registry = Registry(bench.device, tmp_path)
+    registry = registry_of(bench.device, tmp_path)
     await registry.load(decoders.MISTRAL, ["mistral"])
     layer = registry.get("mistral").layer
     assert isinstance(layer, TransformerLayer)

@@ -131,7 +131,7 @@ def _little_memory() -> Iterator[None]:
 async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice) -> None:
     """Within one engine batch: only it gets an error, and the memory that it had allocated does not block others."""
     queue: BatchQueue[Entry] = BatchQueue(10**15, 64, 0.1)
-    engine = Engine(device, queue, Admission(100, 10**12, 10**16), Metrics("0", torch.__version__, device.name))
+    engine = Engine(device, queue, Admission(100, 10**12, 10**16), Metrics("0", torch.__version__, device.name, ""))
     engine.open()
     replies: dict[Entry, Outcome | RequestError] = {}
     answered = asyncio.Event()

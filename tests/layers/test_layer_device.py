@@ -32,7 +32,7 @@ class Asked:
     [
         make.attention(32, 4, causal=True),
         Transformer(blocks=2, block=make.block(32, 4, self_attention=make.attention(32, 4, causal=True))),
-        make.attention(32, 4, causal=True, rotary=Rotary(width=8)),
+        make.attention(32, 4, causal=True, rotary=Rotary(width=8, base=1e4)),
     ],
     ids=["attention", "transformer", "rotary"],
 )

@@ -14,12 +14,12 @@ import messages
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
 from google.protobuf.message import Message
+from rpcs import ANYBODY, endings_of
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Caller, Callers, anybody
+from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc import stream
-from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.stream import CallStream, Streams
 
 __all__ = ["torch_threads"]
@@ -68,10 +68,10 @@ class Reading:
             engine=self.bench.engine,
             metrics=self.bench.metrics,
             readers={"attend": self._read},
-            callers=Callers(),
+            callers=ANYBODY,
             max_message_calls=CALLS,
             max_unanswered=10 * CALLS,
-            endings=Endings(self.bench.metrics),
+            endings=endings_of(self.bench.metrics),
         )
         self.stream = CallStream(streams, anybody("here"), self.context)
 

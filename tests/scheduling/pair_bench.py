@@ -14,10 +14,10 @@ from time import perf_counter
 from typing import Any
 
 from engine_bench import PATIENCE_S
+from rpcs import new_metrics
 
 from attnserve_server.devices.failures import Blame
 from attnserve_server.errors import RequestError
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
@@ -163,7 +163,7 @@ class PairBench:
     ) -> None:
         self.device: Any = device or PairDevice()
         self.admission = Admission(10**6, 10**12, 10**15)
-        self.metrics = Metrics("0", "0", "cpu")
+        self.metrics = new_metrics()
         self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
         self.engine = Engine(self.device, self.queue, self.admission, self.metrics)
         self.engine.open()
