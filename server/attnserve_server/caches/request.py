@@ -18,7 +18,7 @@ from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.extent import CALL_COST, not_finite_cost, reply_bytes
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem, problem_of
@@ -227,9 +227,7 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-def read_attend(
-    host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
-) -> Work:
+def read_attend(host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits) -> Work:
     """The attention that a caller asks for in a part of a buffer, with or without caches. Raises RequestError."""
     references, header, payloads = read_header(pb.AttendRequest, buffer, at, end, limits)
     if not references:

@@ -31,7 +31,7 @@ class Host:
 
     store: CacheStore
     pages: PagePool
-    address: str = ""
+    address: str
     """The address of this particular server; empty where it is not configured."""
 
 

@@ -31,7 +31,7 @@ from attnserve_server.layers.request import LayerRequest, layer_request_of, run_
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import check_broadcast
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
@@ -184,7 +184,7 @@ def read_apply(
     buffer: bytes,
     at: int,
     end: int,
-    limits: RequestLimits = DEFAULT_LIMITS,
+    limits: RequestLimits,
 ) -> Work:
     """The application that a caller asks for in part of a buffer, with caches or without. Raises RequestError."""
     references, header, payloads = read_header(pb.ApplyRequest, buffer, at, end, limits)
