@@ -31,13 +31,13 @@ class Kind(NamedTuple):
 
     query_length: int
     kv_length: int
-    offset: int = 0
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    return_lse: bool = False
-    return_scores: ScoreStage | None = None
-    mask: tuple[int, bool, bool] | None = None
-    bias: tuple[int, bool, bool] | None = None
+    offset: int
+    causal: bool
+    window: tuple[int, int]
+    return_lse: bool
+    return_scores: ScoreStage | None
+    mask: tuple[int, bool, bool] | None
+    bias: tuple[int, bool, bool] | None
 
 
 WHOLE: Final = 64
@@ -57,7 +57,7 @@ def multiple_of(native: bool, widths: Iterable[int]) -> int:
 class Packing:
     """Where sequences of these lengths lie, end to end, in a multiple of some number of rows."""
 
-    def __init__(self, lengths: Sequence[int], multiple: int = ROWS) -> None:
+    def __init__(self, lengths: Sequence[int], multiple: int) -> None:
         self.lengths = list(lengths)
         self.starts = list(itertools.accumulate(self.lengths, initial=0))
         self.total = self.starts.pop()
@@ -101,7 +101,7 @@ class Batch:
     equal first kind are adjacent, and among these those of equal second kind.
     """
 
-    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind], multiple: int = ROWS) -> None:
+    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind], multiple: int) -> None:
         self._requests = inputs
         sequences = [(request, n) for request, each in enumerate(inputs) for n in range(len(each.lengths))]
         self._order = _order(kinds, len(sequences))

@@ -29,7 +29,7 @@ class Rotary:
     """
 
     width: int
-    base: float = 10000.0
+    base: float
     interleaved: bool = False
     offset: int = 0
 
