@@ -19,6 +19,7 @@ import pytest
 import torch
 from caller import Reference, attend_request, result, tokens
 from cases import Case
+from engines import OpenAdmission, batch_queue, engine_of
 from limits import LIMITS
 from rpcs import new_metrics
 from stores import store_of
@@ -36,9 +37,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.requests.work import Work
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 PAGE_BYTES, PAGES = 1024, 64
@@ -79,9 +78,9 @@ class Bench:
         pool_bytes = PAGES * PAGE_BYTES
         self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
         self.host = Host(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
-        self.admission = Admission(1000, 10**12, 10**15)
-        queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-        self.engine = Engine(self.device, queue, self.admission, new_metrics())
+        self.admission = OpenAdmission(1000, 10**12, 10**15)
+        queue: BatchQueue[Entry] = batch_queue()
+        self.engine = engine_of(self.device, queue, self.admission, new_metrics())
         self.engine.open()
         self.order: list[Entry] = []
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
@@ -97,7 +96,7 @@ class Bench:
 
     def submit(self, request: Work, deadline: float = math.inf) -> Entry:
         """Hands a request to the engine. Raises RequestError."""
-        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6)
+        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6, None, None)
         self._futures[entry] = asyncio.get_running_loop().create_future()
         self.engine.submit(entry)
         return entry

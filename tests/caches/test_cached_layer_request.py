@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import HEADS, VOCABULARY, WIDTH
 from conftest import Models
+from engines import OpenAdmission, batch_queue, engine_of
 from layer_requests import registry_of
 from limits import LIMITS
 from rpcs import new_metrics
@@ -34,7 +35,6 @@ from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -93,7 +93,7 @@ class Bench:
             self.engine.release(entry)
             future.set_result(outcome)
 
-        self.engine.submit(Entry(self.read(*caches, tokens=tokens), reply, perf_counter(), inf, 0.0))
+        self.engine.submit(Entry(self.read(*caches, tokens=tokens), reply, perf_counter(), inf, 0.0, None, None))
         return future
 
     async def output(self, *caches: Cache, tokens: int) -> bytes:
@@ -106,8 +106,8 @@ class Bench:
 async def bench(models: Models) -> AsyncIterator[Bench]:
     threads = torch.get_num_threads()
     device, metrics = FailingDevice(1, 10**15, None), new_metrics()
-    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-    engine = Engine(device, queue, Admission(100, 10**9, 10**12), metrics)
+    queue: BatchQueue[Entry] = batch_queue()
+    engine = engine_of(device, queue, OpenAdmission(100, 10**9, 10**12), metrics)
     engine.open()
     registry = registry_of(device, models.directory)
     await registry.load("layers.toml", ["gpt2"])

@@ -13,6 +13,7 @@ import grpc
 import messages
 import pytest
 import torch
+from engines import OpenAdmission, batch_queue, engine_of
 from google.rpc import error_details_pb2, status_pb2
 from rpcs import ANYBODY, endings_of, new_metrics, rpcs_of
 
@@ -23,7 +24,6 @@ from attnserve_server.errors import Cancelled
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.rpc.stream import CallStream, Streams
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
@@ -44,8 +44,8 @@ async def engine() -> AsyncIterator[Engine]:
     """An open engine."""
     threads = torch.get_num_threads()
     device = CpuDevice(1, 10**15, None)
-    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-    engine = Engine(device, queue, Admission(10, 10**9, 10**12), new_metrics())
+    queue: BatchQueue[Entry] = batch_queue()
+    engine = engine_of(device, queue, OpenAdmission(10, 10**9, 10**12), new_metrics())
     engine.open()
     yield engine
     engine.close()
