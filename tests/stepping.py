@@ -24,7 +24,7 @@ from attnserve_server.caches.fast_path import CacheFastPath, Turn
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.native import library
@@ -53,7 +53,7 @@ class Stepping:
         self.device = device
         self.messages = of
         self.store = store_of(pages, 1000, page_bytes=PAGE_BYTES)
-        self.host = Host(self.store, PagePool.of(device, pages * PAGE_BYTES, PAGE_BYTES), "")
+        self.host = CacheHost(self.store, PagePool.of(device, pages * PAGE_BYTES, PAGE_BYTES), "")
         self.fast_path = CacheFastPath(self.host, of, LIMITS)
 
     def create(

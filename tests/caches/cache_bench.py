@@ -32,7 +32,7 @@ from attnserve_server.caches.operations import Fork, Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
@@ -77,7 +77,7 @@ class Bench:
         self.device = HeldDevice()
         pool_bytes = PAGES * PAGE_BYTES
         self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
-        self.host = Host(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
+        self.host = CacheHost(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
         self.admission = OpenAdmission(1000, 10**12, 10**15)
         queue: BatchQueue[Entry] = batch_queue()
         self.engine = engine_of(self.device, queue, self.admission, new_metrics())

@@ -21,7 +21,7 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheDtype, CacheShape
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
 from attnserve_server.scheduling.entry import Entry, Outcome
 
@@ -186,7 +186,7 @@ async def test_a_truncation_that_is_sent_again_announces_no_room(bench: Bench) -
 
 
 def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store() -> None:
-    host = Host(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
+    host = CacheHost(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
     query = np.zeros((8, 1, 64), np.float32)
     stored: tuple[CacheDtype, ...] = ("float32", "bfloat16")
     efforts = {}

@@ -19,7 +19,7 @@ from stores import SHAPE, append, store_of
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.rpc import cache_service
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
 
@@ -39,7 +39,7 @@ class Served:
             append(self.store, self.store.create(SHAPE, None, 0.0), 1)
         self._server = aio.server()
         attention: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
-        host = Host(self.store, pages=None, address="")  # type: ignore[arg-type]
+        host = CacheHost(self.store, pages=None, address="")  # type: ignore[arg-type]
         rpcs = rpcs_of(new_metrics())
         CacheService(host, rpcs, attention, 0.0, LIMITS).register(self._server)
         self._port = self._server.add_insecure_port("127.0.0.1:0")

@@ -28,7 +28,7 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
@@ -70,7 +70,7 @@ class Bench:
     device: FailingDevice
     registry: Registry
     engine: Engine
-    host: Host
+    host: CacheHost
 
     def create(self) -> Cache:
         return self.host.store.create(SHAPE, None, monotonic())
@@ -111,7 +111,7 @@ async def bench(models: Models) -> AsyncIterator[Bench]:
     engine.open()
     registry = registry_of(device, models.directory)
     await registry.load("layers.toml", ["gpt2"])
-    host = Host(
+    host = CacheHost(
         store_of(PAGES, page_bytes=PAGE_BYTES),
         PagePool.of(device, PAGES * PAGE_BYTES, PAGE_BYTES),
         address="",

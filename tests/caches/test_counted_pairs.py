@@ -26,7 +26,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.limits import RequestLimits
 
@@ -39,9 +39,9 @@ def zeros(*shape: int) -> messages.Array:
     return np.zeros(shape, np.float32)
 
 
-def host() -> Host:
+def host() -> CacheHost:
     """Caches without memory."""
-    return Host(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
+    return CacheHost(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
 
 
 def cached(case: Case, lengths: list[int], limits: RequestLimits = LIMITS, **returned: Any) -> CachedRequest:

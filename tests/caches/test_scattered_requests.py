@@ -28,7 +28,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.run import launch_batch, run_batch
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices import Device
 from attnserve_server.kernels import varlen_cuda
 from attnserve_server.requests.work import BatchResult, Phases
@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, device: Device, where: torch.device = CPU) -> None:
         self.device = device
         self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
-        self.host = Host(self.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, where, None), "")
+        self.host = CacheHost(self.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, where, None), "")
 
     def request(self, case: Case, dtype: str, appended: int) -> CachedRequest:
         """A request to new caches with the keys and values of a case, the last of which it appends."""

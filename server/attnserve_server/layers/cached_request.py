@@ -22,7 +22,7 @@ from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.references import Reference, read_header
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.kernels import part_of
 from attnserve_server.layers.reading import read_mask
@@ -178,7 +178,7 @@ class CachedLayerRequest(CacheWork):
 
 
 def read_apply(
-    host: Host,
+    host: CacheHost,
     registry: Registry,
     caller: Caller,
     buffer: bytes,
@@ -195,7 +195,7 @@ def read_apply(
 
 
 def _read(
-    host: Host,
+    host: CacheHost,
     owner: str | None,
     references: Sequence[Reference],
     applied: LayerRequest,
