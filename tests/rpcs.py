@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from attnserve_server.access.callers import Callers
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals
@@ -9,6 +12,11 @@ from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.rpcs import Rpcs
+from attnserve_server.rpc.stream import Streams
+
+if TYPE_CHECKING:
+    from attnserve_server.rpc.calls import Read
+    from attnserve_server.scheduling.engine import Engine
 
 ANYBODY = Callers(None, certificates=False)
 """Callers who are not identified."""
@@ -34,3 +42,26 @@ def due_messages(
 def rpcs_of(metrics: Metrics) -> Rpcs:
     """RPCs whose replies need not be read."""
     return Rpcs(ANYBODY, metrics, endings_of(metrics), due_messages(), None)
+
+
+def streams_of(
+    engine: Engine,
+    metrics: Metrics,
+    readers: Mapping[str, Read],
+    *,
+    max_message_calls: int = 64,
+    max_unanswered: int = 64,
+) -> Streams:
+    """Streams of anybody, whose calls are neither recorded nor answered as they are read."""
+    return Streams(
+        engine=engine,
+        metrics=metrics,
+        readers=readers,
+        callers=ANYBODY,
+        max_message_calls=max_message_calls,
+        max_unanswered=max_unanswered,
+        endings=endings_of(metrics),
+        tracing=None,
+        fast_path=None,
+        unread=None,
+    )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engines import OpenAdmission, batch_queue, engine_of
 from google.rpc import error_details_pb2, status_pb2
-from rpcs import ANYBODY, endings_of, new_metrics, rpcs_of
+from rpcs import new_metrics, rpcs_of, streams_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, anybody
@@ -23,7 +23,7 @@ from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.service import AttentionService
-from attnserve_server.rpc.stream import CallStream, Streams
+from attnserve_server.rpc.stream import CallStream
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
@@ -59,15 +59,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     readers = {"attend": read_attention, "apply": read_badly}
     metrics = new_metrics()
     rpcs = rpcs_of(metrics)
-    streams = Streams(
-        engine=engine,
-        metrics=metrics,
-        readers=readers,
-        callers=rpcs.callers,
-        max_message_calls=64,
-        max_unanswered=64,
-        endings=rpcs.endings,
-    )
+    streams = streams_of(engine, metrics, readers)
     service = AttentionService(streams, rpcs, b"", 64, None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
@@ -132,17 +124,7 @@ class LeftContext:
 async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
-    readers = {"attend": read_attention}
-    metrics = new_metrics()
-    streams = Streams(
-        engine=engine,
-        metrics=metrics,
-        readers=readers,
-        callers=ANYBODY,
-        max_message_calls=64,
-        max_unanswered=64,
-        endings=endings_of(metrics),
-    )
+    streams = streams_of(engine, new_metrics(), {"attend": read_attention})
     stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):
         await stream.serve()

@@ -14,13 +14,13 @@ import messages
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
 from google.protobuf.message import Message
-from rpcs import ANYBODY, endings_of
+from rpcs import streams_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc import stream
-from attnserve_server.rpc.stream import CallStream, Streams
+from attnserve_server.rpc.stream import CallStream
 
 __all__ = ["torch_threads"]
 
@@ -64,14 +64,12 @@ class Reading:
         request = messages.random_attend(0)
         many = [calls.call(number, request) for number in range(CALLS)]
         self.context: Any = ListedContext(pb.AttendStreamRequest(calls=many))
-        streams = Streams(
-            engine=self.bench.engine,
-            metrics=self.bench.metrics,
-            readers={"attend": self._read},
-            callers=ANYBODY,
+        streams = streams_of(
+            self.bench.engine,
+            self.bench.metrics,
+            {"attend": self._read},
             max_message_calls=CALLS,
             max_unanswered=10 * CALLS,
-            endings=endings_of(self.bench.metrics),
         )
         self.stream = CallStream(streams, anybody("here"), self.context)
 

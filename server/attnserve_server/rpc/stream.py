@@ -70,11 +70,11 @@ class Streams:
     """Nothing is read from a caller that has more calls than this unanswered."""
     endings: Endings
     """Takes note of how calls end."""
-    tracing: Tracing | None = None
-    """Records the calls."""
-    fast_path: FastPath | None = None
-    """Answers messages as a whole, unless calls are recorded."""
-    unread: UnreadReplies | None = None
+    tracing: Tracing | None
+    """Records the calls; None if nothing does."""
+    fast_path: FastPath | None
+    """Answers messages as a whole, unless calls are recorded; None if nothing does."""
+    unread: UnreadReplies | None
     """Ends streams whose replies are not read; None if these may wait for ever."""
 
 
