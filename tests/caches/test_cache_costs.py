@@ -191,7 +191,7 @@ def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store()
     stored: tuple[CacheDtype, ...] = ("float32", "bfloat16")
     efforts = {}
     for dtype in stored:
-        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic())
+        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic(), None, b"")
         message = attend_request(Case(query, query, query), [Reference(cache.name, 0, None)], None).SerializeToString()
         request = read_attend(host, anybody("here"), message, 0, len(message), LIMITS)
         assert isinstance(request, CachedRequest)

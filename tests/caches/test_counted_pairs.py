@@ -48,7 +48,8 @@ def cached(case: Case, lengths: list[int], limits: RequestLimits = LIMITS, **ret
     """A request for a case whose keys are in caches of these lengths."""
     caches = host()
     names = [
-        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic()).name for _ in lengths
+        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic(), None, b"").name
+        for _ in lengths
     ]
     message = attend_request(case, [Reference(name) for name in names], **returned).SerializeToString()
     request = read_attend(caches, anybody("here"), message, 0, len(message), limits)
