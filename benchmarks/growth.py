@@ -80,18 +80,18 @@ def _remote_fork(cache: RemoteCache) -> Callable[[], None]:
 
 def _in_process(tokens: int) -> list[Growth]:
     pool_bytes = (-(-tokens // SHAPE.tokens_per_page(PAGE_BYTES)) + FORKS + 2) * PAGE_BYTES
-    store = CacheStore(pool_bytes, PAGE_BYTES, FORKS + 2)
-    pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"))
-    empty, full = (store.create(SHAPE, None, monotonic()) for _ in range(2))
+    store = CacheStore(pool_bytes, PAGE_BYTES, FORKS + 2, SHAPE.layers)
+    pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"), None)
+    empty, full = (store.create(SHAPE, None, monotonic(), None, b"") for _ in range(2))
     key, value = (torch.ones(HEADS, 1, HEAD_DIM) for _ in range(2))
 
     def append() -> None:
-        reservation = store.reserve([(full, 0, 1)], monotonic())
-        pool.write(SHAPE, store.place(reservation, monotonic())[0], key, value)
+        reservation = store.reserve([(full, 0, 1)], monotonic(), foreseen=True, source="key")
+        pool.write(SHAPE, store.place(reservation, monotonic(), [0])[0], key, value)
         store.cancel(reservation)
 
     def fork(cache: Cache) -> Callable[[], None]:
-        forked = store.fork(cache, None, monotonic())
+        forked = store.fork(cache, None, monotonic(), b"", None)
         return lambda: store.delete(forked)
 
     appended = _appends("append, in process", tokens, append)
@@ -101,15 +101,15 @@ def _in_process(tokens: int) -> list[Growth]:
 def _steps(tokens: int) -> Growth:
     """A step of many forks of one cache, each with one token of its own, and of as many caches that share nothing."""
     pool_bytes = (STEPPED + 1) * (-(-tokens // SHAPE.tokens_per_page(PAGE_BYTES)) + 1) * PAGE_BYTES
-    store = CacheStore(pool_bytes, PAGE_BYTES, 2 * STEPPED + 1)
-    pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"))
-    device = open_device("cpu", usable_cpus(), 0)
+    store = CacheStore(pool_bytes, PAGE_BYTES, 2 * STEPPED + 1, SHAPE.layers)
+    pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"), None)
+    device = open_device("cpu", usable_cpus(), 0, "auto")
     query = torch.randn(1, HEADS, 1, HEAD_DIM)
 
     def append(cache: Cache, count: int) -> Cache:
-        reservation = store.reserve([(cache, 0, count)], monotonic())
+        reservation = store.reserve([(cache, 0, count)], monotonic(), foreseen=True, source="key")
         key, value = (torch.randn(HEADS, count, HEAD_DIM) for _ in range(2))
-        pool.write(SHAPE, store.place(reservation, monotonic())[0], key, value)
+        pool.write(SHAPE, store.place(reservation, monotonic(), [0])[0], key, value)
         store.cancel(reservation)
         return cache
 
@@ -124,12 +124,12 @@ def _steps(tokens: int) -> Growth:
         run()
         return statistics.median(_timed(run)[0] for _ in range(STEPS)) * 1e6
 
-    trunk = append(store.create(SHAPE, None, monotonic()), tokens)
-    forks = [append(store.fork(trunk, None, monotonic()), 1) for _ in range(STEPPED)]
+    trunk = append(store.create(SHAPE, None, monotonic(), None, b""), tokens)
+    forks = [append(store.fork(trunk, None, monotonic(), b"", None), 1) for _ in range(STEPPED)]
     shared = times(forks)
     for cache in (trunk, *forks):
         store.delete(cache)
-    own = times([append(store.create(SHAPE, None, monotonic()), tokens + 1) for _ in range(STEPPED)])
+    own = times([append(store.create(SHAPE, None, monotonic(), None, b""), tokens + 1) for _ in range(STEPPED)])
     device.close()
     return Growth(
         f"step of {STEPPED}, in process", f"forks of one of {tokens:,} tokens", f"{tokens:,} each", shared, own

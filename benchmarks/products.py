@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS
 from attnserve_server.layers.product import is_native, packs, product_of
-from attnserve_server.native.library import best
+from attnserve_server.native.library import Threads, best
 from attnserve_server.native.products import Products
 from benchmarks.document import with_text
 from benchmarks.machine import cpu_model, load_average
@@ -48,7 +48,7 @@ def measured(dtype: torch.dtype, inputs: int, outputs: int, count: int, products
     weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
     rows, other, product = (
         torch.randn(count, inputs).to(dtype),
-        product_of(weight, bias),
+        product_of(weight, bias, None),
         product_of(weight, bias, products),
     )
     times = quickest(lambda: linear(rows, weight, bias), lambda: other(rows), lambda: product(rows))
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     library, load = best(options.instructions), load_average()[0]
-    products = None if library is None else Products(library.instructions)
+    products = None if library is None else Products(library.instructions, lambda flops: Threads())
     native = [_name(dtype) for dtype in DTYPES if is_native(dtype, products)]
     packed = [_name(dtype) for dtype in DTYPES if packs(dtype)]
     how = f"the native library{'' if library is None else f' ({library.instructions})'}: {', '.join(native) or 'none'}"

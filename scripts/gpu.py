@@ -61,7 +61,7 @@ for n in range(torch.cuda.device_count()):
     found = torch.cuda.get_device_properties(n)
     print(n, found.name, f"{found.major}.{found.minor}", found.total_memory >> 20, "MiB")
 from attnserve_server.devices import open_device
-device = open_device(sys.argv[1], 1, 0)
+device = open_device(sys.argv[1], 1, 0, "auto")
 device.warm_up()
 print("warm:", device.description, device.memory(), [name for name, _ in device.kernels()])
 device.close()

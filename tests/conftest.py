@@ -226,7 +226,7 @@ def devices() -> Iterator[dict[int, CpuDevice]]:
     """Devices of this process, of one thread and of two."""
     from attnserve_server.native.library import best  # only here: most tests do without
 
-    yield from opened_devices(best())
+    yield from opened_devices(best("auto"))
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,17 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from engines import OpenAdmission, batch_queue, engine_of
+from rpcs import new_metrics
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import (
     RequestError,
 )
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 INLINE, BESIDE = 10**15, -1
@@ -39,7 +38,7 @@ class HeldDevice(CpuDevice):
     """A CPU that computes nothing while it is held, records what it was given, and fails on demand."""
 
     def __init__(self, inline_flops: int) -> None:
-        super().__init__(1, inline_flops)
+        super().__init__(1, inline_flops, None)
         self.batches: list[list[Request]] = []
         self.threads_seen: set[str] = set()
         self.guilty: list[bytes] = []
@@ -81,17 +80,17 @@ class Bench:
         max_batch_flops: int = 10**12,
     ) -> None:
         self.device = device
-        self.admission = Admission(max_requests, 10**12, 10**15)
-        self.metrics = Metrics("0", "0", "cpu")
-        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
-        self.engine = Engine(device, self.queue, self.admission, self.metrics, max_wait)
+        self.admission = OpenAdmission(max_requests, 10**12, 10**15)
+        self.metrics = new_metrics()
+        self.queue: BatchQueue[Entry] = batch_queue(max_batch_flops, max_batch_requests, pace=self.admission.pace)
+        self.engine = engine_of(device, self.queue, self.admission, self.metrics, max_wait)
         self.engine.open()
         self.replies: dict[Entry, list[Outcome | RequestError]] = {}
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
 
     def submit(self, message: pb.AttendRequest, deadline: float = math.inf, caller: str = "me") -> Entry:
         request, now = messages.read(message), perf_counter()
-        entry = Entry(request, self._reply, now, deadline, 1e-6, caller)
+        entry = Entry(request, self._reply, now, deadline, 1e-6, caller, None)
         self.engine.submit(entry)
         self.replies[entry] = []
         self._futures[entry] = asyncio.get_running_loop().create_future()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from limits import LIMITS
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.caches.request import read_attend
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.request import Request
 
 Array = NDArray[Any]
@@ -61,7 +62,7 @@ def random_attend(
     return attend(*(rng.standard_normal(shape).astype(dtype) for shape in shapes), **fields)
 
 
-def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = DEFAULT_LIMITS) -> Request:
+def read_request(buffer: bytes, at: int = 0, end: int | None = None, limits: RequestLimits = LIMITS) -> Request:
     """The request that a part of a buffer holds, as the server reads it. Raises InvalidRequest."""
     nobody: Any = None  # without caches, neither their host nor the caller is looked at
     request = read_attend(nobody, nobody, buffer, at, len(buffer) if end is None else end, limits)

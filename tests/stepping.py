@@ -14,6 +14,8 @@ import messages
 import numpy as np
 import pytest
 import torch
+from limits import LIMITS
+from stores import store_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import ALL_ROLES, Caller
@@ -22,13 +24,11 @@ from attnserve_server.caches.fast_path import CacheFastPath, Turn
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
-from attnserve_server.requests.limits import DEFAULT_LIMITS
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import Phases
 
@@ -52,9 +52,9 @@ class Stepping:
     def __init__(self, device: CpuDevice, of: Messages, pages: int = PAGES) -> None:
         self.device = device
         self.messages = of
-        self.store = CacheStore(pages * PAGE_BYTES, PAGE_BYTES, 1000)
-        self.host = Host(self.store, PagePool.of(device, pages * PAGE_BYTES, PAGE_BYTES))
-        self.fast_path = CacheFastPath(self.host, of, DEFAULT_LIMITS)
+        self.store = store_of(pages, 1000, page_bytes=PAGE_BYTES)
+        self.host = CacheHost(self.store, PagePool.of(device, pages * PAGE_BYTES, PAGE_BYTES), "")
+        self.fast_path = CacheFastPath(self.host, of, LIMITS)
 
     def create(
         self,
@@ -80,7 +80,7 @@ class Stepping:
 
     def read(self, message: bytes, owner: str | None = None, begin: int = 0) -> Request | CachedRequest:
         """A request as the ordinary way reads it, from `begin` to the end of a message. Raises RequestError."""
-        read = read_attend(self.host, caller(owner), message, begin, len(message))
+        read = read_attend(self.host, caller(owner), message, begin, len(message), LIMITS)
         assert isinstance(read, Request | CachedRequest)
         return read
 
@@ -198,7 +198,7 @@ def message_of(*requests: pb.AttendRequest) -> bytes:
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CpuDevice]:
-    device = CpuDevice(2, 0, library.best())
+    device = CpuDevice(2, 0, library.best("auto"))
     yield device
     device.close()
 

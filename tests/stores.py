@@ -1,19 +1,65 @@
-"""Stores of few pages, and appends to their caches."""
+"""Stores of caches, which allocate no memory, and appends to their caches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.changes import Change, Cut, Grow
 from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore, Placement
+from attnserve_server.caches.store import CacheStore, Placement, Reservation
 
 SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=1, dtype="float32")
 PAGE_BYTES = 256
 """Four tokens of SHAPE."""
+MAX_LAYERS = 256
+"""The most layers of a cache."""
 
 
-def store_of(pages: int, max_caches: int = 100) -> CacheStore:
-    return CacheStore(pages * PAGE_BYTES, PAGE_BYTES, max_caches)
+class Store(CacheStore):
+    """A store whose operations are, unless a test says otherwise, nobody's, without ids, foreseen to succeed, and
+    carried out without having waited.
+    """
+
+    def create(
+        self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
+    ) -> Cache:
+        return super().create(shape, ttl, now, owner, request_id)
+
+    def get(self, name: str, now: float, owner: str | None = None) -> Cache:
+        return super().get(name, now, owner)
+
+    def fork(
+        self,
+        cache: Cache,
+        ttl: float | None,
+        now: float,
+        request_id: bytes = b"",
+        waited: Reservation[Change] | None = None,
+    ) -> Cache:
+        return super().fork(cache, ttl, now, request_id, waited)
+
+    def truncate(
+        self, cache: Cache, length: int, waited: Reservation[Cut] | None = None, truncation_id: int = 0
+    ) -> None:
+        super().truncate(cache, length, waited, truncation_id)
+
+    def reserve(
+        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True, source: str = "key"
+    ) -> Reservation[Grow]:
+        return super().reserve(appends, now, foreseen, source)
+
+    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
+        return super().wait_to_cut(cache, length, foreseen)
+
+    def place(self, reservation: Reservation[Grow], now: float, append_ids: Sequence[int] = ()) -> Sequence[Placement]:
+        return super().place(reservation, now, append_ids or [0] * len(reservation.changes))
+
+
+def store_of(pages: int, max_caches: int = 100, *, page_bytes: int = PAGE_BYTES, max_layers: int = MAX_LAYERS) -> Store:
+    """An empty store."""
+    return Store(pages * page_bytes, page_bytes, max_caches, max_layers)
 
 
 def extents_of(free: FreeExtents) -> list[range]:
@@ -21,7 +67,7 @@ def extents_of(free: FreeExtents) -> list[range]:
     return [range(*bounds) for bounds in sorted(free._ends.items())]
 
 
-def append(store: CacheStore, cache: Cache, tokens: int, layer: int = 0, now: float = 0.0) -> Placement:
+def append(store: Store, cache: Cache, tokens: int, layer: int = 0, now: float = 0.0) -> Placement:
     """An append from its admission to its end."""
     reservation = store.reserve([(cache, layer, tokens)], now)
     [placement] = store.place(reservation, now)

@@ -40,7 +40,7 @@ class FaultyDevice(CpuDevice):
     """A CPU that does what it is asked."""
 
     def __init__(self, threads: int, inline_flops: int) -> None:
-        super().__init__(threads, inline_flops)
+        super().__init__(threads, inline_flops, None)
         self._lost = False
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:

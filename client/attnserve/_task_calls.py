@@ -59,7 +59,7 @@ class Calls:
             self._connect,
             self._dispose,
             self._in_loop,
-            None if settings.tls is None else self._identity.changed,
+            outdated=None if settings.tls is None else self._identity.changed,
         )
         """The servers of the client."""
         self.turns: Final = Turns(later)

@@ -57,7 +57,7 @@ FAREWELL_S: Final = 5.0
 class Server:
     """One server: a device, an engine, a gRPC port and an HTTP port. Made on the event loop that it lives on."""
 
-    def __init__(self, config: Config, open_device: OpenDevice = configured_device) -> None:
+    def __init__(self, config: Config, open_device: OpenDevice) -> None:
         self._config = config
         self.device = open_device(config)
         self.cuts_off = False

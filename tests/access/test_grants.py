@@ -86,7 +86,7 @@ def test_a_file_that_is_not_in_order(text: str, words: str, tmp_path: Path) -> N
     file = tmp_path / "callers.toml"
     file.write_text(text)
     with pytest.raises(GrantsError) as caught:
-        GrantsFile(file)
+        GrantsFile(file, certificates=True)
     assert str(caught.value).startswith(f"callers: {file}: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -101,7 +101,7 @@ def test_a_token_in_the_place_of_its_hash_is_not_shown(secret: str, tmp_path: Pa
     file = tmp_path / "callers.toml"
     file.write_text(f'[[tokens]]\nname = "a"\nroles = ["use"]\nhash = "{secret}"')
     with pytest.raises(GrantsError, match=r"tokens\[0\].hash: expected sha256: and 64") as caught:
-        GrantsFile(file)
+        GrantsFile(file, certificates=True)
     assert secret not in str(caught.value)
 
 
@@ -125,7 +125,7 @@ def test_a_server_that_asks_for_no_certificates_does_not_grant_them_anything(
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(GrantsError, match="No such file"):
-        GrantsFile(tmp_path / "none")
+        GrantsFile(tmp_path / "none", certificates=True)
 
 
 def test_the_command_makes_an_entry_and_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_the_command_makes_an_entry_and_a_secret(tmp_path: Path, capsys: pytest.
     assert main(["token", "bob"]) == 0
     more, shown = capsys.readouterr()
     file.write_text(entries + more)  # as `>>` does
-    grants = GrantsFile(file).current
+    grants = GrantsFile(file, certificates=True).current
     assert grants.of_token(token) == Caller("ann", frozenset({"use", "metrics"}), "ann")
     assert grants.of_token(shown.strip()) == Caller("bob", frozenset({"use"}), "bob")
     assert shown.strip() not in more

@@ -42,7 +42,7 @@ STORAGES = st.sampled_from(sorted(STORAGE))
 @pytest.fixture(scope="module", params=["native", "tensors"])
 def device(request: pytest.FixtureRequest) -> Iterator[CpuDevice]:
     """Two threads, which share all work, however small; with the native kernel, and without."""
-    native = library.best() if request.param == "native" else None
+    native = library.best("auto") if request.param == "native" else None
     if native is None and request.param == "native":
         pytest.skip("there is no native kernel here")
     threads = torch.get_num_threads()
@@ -87,7 +87,7 @@ WAYS = st.builds(
 def pool_for(shape: CacheShape, per_page: int) -> PagePool:
     """A pool of PAGES pages with NaN everywhere, of `per_page` tokens each, or of few more where rows are short."""
     page_bytes = page_bytes_for(shape, per_page)
-    pool = PagePool(PAGES * page_bytes, page_bytes, CPU)
+    pool = PagePool(PAGES * page_bytes, page_bytes, CPU, None)
     count = PAGES * pool.tokens_per_page(shape)
     nan = torch.full((1, 1, 1), torch.nan)
     heads, widths = shape.num_kv_heads, (shape.head_dim, shape.value_dim)

@@ -19,6 +19,10 @@ import pytest
 import torch
 from caller import Reference, attend_request, result, tokens
 from cases import Case
+from engines import OpenAdmission, batch_queue, engine_of
+from limits import LIMITS
+from rpcs import new_metrics
+from stores import store_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2
@@ -28,16 +32,12 @@ from attnserve_server.caches.operations import Fork, Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import Work
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 PAGE_BYTES, PAGES = 1024, 64
@@ -51,7 +51,7 @@ class HeldDevice(CpuDevice):
     """A CPU that computes no attention while it is held, and fails when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(1, -1)
+        super().__init__(1, -1, None)
         self.entered = threading.Semaphore(0)
         self.may_run = threading.Event()
         self.may_run.set()
@@ -76,11 +76,11 @@ class Bench:
     def __init__(self) -> None:
         self.device = HeldDevice()
         pool_bytes = PAGES * PAGE_BYTES
-        self.store = CacheStore(pool_bytes, PAGE_BYTES, 100)
-        self.host = Host(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES))
-        self.admission = Admission(1000, 10**12, 10**15)
-        queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-        self.engine = Engine(self.device, queue, self.admission, Metrics("0", "0", "cpu"))
+        self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
+        self.host = CacheHost(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
+        self.admission = OpenAdmission(1000, 10**12, 10**15)
+        queue: BatchQueue[Entry] = batch_queue()
+        self.engine = engine_of(self.device, queue, self.admission, new_metrics())
         self.engine.open()
         self.order: list[Entry] = []
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
@@ -96,7 +96,7 @@ class Bench:
 
     def submit(self, request: Work, deadline: float = math.inf) -> Entry:
         """Hands a request to the engine. Raises RequestError."""
-        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6)
+        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6, None, None)
         self._futures[entry] = asyncio.get_running_loop().create_future()
         self.engine.submit(entry)
         return entry
@@ -116,7 +116,7 @@ class Bench:
             Case(query, query, query), references, pair, return_scores="weights" if scores else None
         )
         data = message.SerializeToString()
-        return self.submit(read_attend(self.host, anybody("here"), data, 0, len(data)))
+        return self.submit(read_attend(self.host, anybody("here"), data, 0, len(data), LIMITS))
 
     def append(self, cache: Cache, seed: int, count: int, expected_length: int | None = None) -> Entry:
         """Appends `tokens(seed, count)`."""
@@ -124,11 +124,11 @@ class Bench:
         message = caches_pb2.CacheServiceAppendRequest(
             name=cache.name, key=wire.key, value=wire.value, expected_length=expected_length
         )
-        return self.submit(read_append(self.host, None, message.SerializeToString()))
+        return self.submit(read_append(self.host, None, message.SerializeToString(), LIMITS))
 
     def truncate(self, cache: Cache, length: int) -> Entry:
         """Truncates a cache to `length` tokens."""
-        return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length))
+        return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length, 0))
 
     def fork(self, cache: Cache) -> Entry:
         """Forks a cache."""

@@ -21,7 +21,7 @@ class ScatteringDevice(CpuDevice):
     """A CPU with that kernel; it keeps the calls."""
 
     def __init__(self) -> None:
-        super().__init__(1, 0)
+        super().__init__(1, 0, None)
         self.scattered: list[ScatteredCall] = []
         self.looks = 0
 

@@ -54,7 +54,7 @@ __all__ = ["device"]
 def test_bits_of_a_step_do_not_depend_on_what_is_beside_it(device: CpuDevice, kv_heads: int, group: int) -> None:
     """Pages of the size that servers use: caches of many lengths together, in the order of others' pages."""
     shape = CacheShape(kv_heads, 64, 64, 1, "float32")
-    pool = PagePool(60 << 17, 1 << 17, CPU)
+    pool = PagePool(60 << 17, 1 << 17, CPU, None)
     per_page = pool.tokens_per_page(shape)
     places = np.random.default_rng(1).permutation(60).tolist()
     plan = plan_of({"causal": "bottom_right"}, key_heads=kv_heads, group=group, head_dim=64, key_dim=64, value_dim=64)

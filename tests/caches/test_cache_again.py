@@ -13,6 +13,7 @@ import torch
 from cache_bench import QUERY, SHAPE, Bench, bench
 from caller import Reference, attend_request, tokens
 from cases import Case
+from limits import LIMITS
 
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native kerne
 @pytest.fixture(autouse=True)
 async def native(bench: Bench) -> AsyncIterator[None]:
     """The device has the native kernel."""
-    native = CpuDevice(1, -1, library.best())
+    native = CpuDevice(1, -1, library.best("auto"))
     bench.device.native = native.native
     yield
     native.close()
@@ -60,7 +61,7 @@ def attend(bench: Bench, *caches: Cache, seed: int = 0, appended: int = 0, query
     pair = (np.stack([key] * len(caches)), np.stack([value] * len(caches))) if appended else None
     message = attend_request(Case(given, given, given), [Reference(cache.name) for cache in caches], pair)
     data = message.SerializeToString()
-    return bench.submit(read_attend(bench.host, anybody("here"), data, 0, len(data)))
+    return bench.submit(read_attend(bench.host, anybody("here"), data, 0, len(data), LIMITS))
 
 
 def spoil(bench: Bench, cache: Cache) -> None:

@@ -4,6 +4,7 @@ the length that it finds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
@@ -12,16 +13,16 @@ import pytest
 from cache_bench import Bench, bench
 from caller import Reference, attend_request
 from cases import Case
+from limits import LIMITS
+from stores import store_of
 
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheDtype, CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host, Use
+from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
-from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench"]
@@ -137,7 +138,8 @@ async def test_it_may_be_more_than_one_request_may_cost(bench: Bench) -> None:
     cut = bench.truncate(cache, 0)
     reader = bench.attend(cache, seed=1, appended=1)
     assert isinstance(reader.request, CachedRequest)
-    reader.request.limits = RequestLimits(max_request_flops=10 * reader.request.flops)  # and it finds 300 times as many
+    most = 10 * reader.request.flops  # and it finds 300 times as many
+    reader.request.limits = replace(LIMITS, max_request_flops=most)
     bench.engine.cancel([cut])
     bench.device.may_run.set()
     assert isinstance(await bench.outcome(running), Outcome)
@@ -155,7 +157,7 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     reservation = store.reserve([(cache, 0, 9), (cache, 1, 2)], 0.0)
     store.place(reservation, 0.0)
     store.cancel(reservation)
-    operations = [Truncate(bench.host, (Use(cache, 0, 0, None),), 0, length) for length in (4, 1)]
+    operations = [Truncate(bench.host, (Use(cache, 0, 0, None),), 0, length, 0) for length in (4, 1)]
     seen = []
     for operation in operations:
         operation.enter()
@@ -184,14 +186,14 @@ async def test_a_truncation_that_is_sent_again_announces_no_room(bench: Bench) -
 
 
 def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store() -> None:
-    host = Host(CacheStore(1 << 20, 1 << 16, 10), cast(Any, None))
+    host = CacheHost(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
     query = np.zeros((8, 1, 64), np.float32)
     stored: tuple[CacheDtype, ...] = ("float32", "bfloat16")
     efforts = {}
     for dtype in stored:
-        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic())
+        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic(), None, b"")
         message = attend_request(Case(query, query, query), [Reference(cache.name, 0, None)], None).SerializeToString()
-        request = read_attend(host, anybody("here"), message, 0, len(message))
+        request = read_attend(host, anybody("here"), message, 0, len(message), LIMITS)
         assert isinstance(request, CachedRequest)
         request.count([2048])
         efforts[dtype] = request.effort

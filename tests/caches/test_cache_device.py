@@ -8,7 +8,7 @@ from cache_bench import PAGE_BYTES, PAGES, Bench
 from meta_device import META, SEVEN, MetaTransfers, NothingWaits, meta_device
 
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.kernels import efficient_cuda
 from attnserve_server.requests.work import BatchResult
@@ -21,7 +21,7 @@ __all__ = ["meta_device"]
 async def test_attention_to_caches(meta_device: CudaDevice, lengths: tuple[int, int], appended: int) -> None:
     bench = Bench()
     caches = [bench.create(length) for length in lengths]
-    bench.host = Host(bench.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, META))
+    bench.host = CacheHost(bench.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, META, None), "")
     ran: list[BatchResult] = []
     bench.engine.worker._device = meta_device
     entry = bench.attend(*caches, appended=appended)

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 from calls import PATIENCE_S
 from grpc import aio
+from limits import LIMITS
+from rpcs import new_metrics, rpcs_of
 from stores import SHAPE, append, store_of
 
 from attnserve.v1 import caches_pb2 as pb
-from attnserve_server.access.callers import Callers
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.requests.limits import DEFAULT_LIMITS
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.rpc import cache_service
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
-from attnserve_server.rpc.rpcs import Rpcs
 
 CACHES = 50
 
@@ -41,9 +39,9 @@ class Served:
             append(self.store, self.store.create(SHAPE, None, 0.0), 1)
         self._server = aio.server()
         attention: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
-        host = Host(self.store, pages=None)  # type: ignore[arg-type]
-        rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
-        CacheService(host, rpcs, attention, 0.0, DEFAULT_LIMITS).register(self._server)
+        host = CacheHost(self.store, pages=None, address="")  # type: ignore[arg-type]
+        rpcs = rpcs_of(new_metrics())
+        CacheService(host, rpcs, attention, 0.0, LIMITS).register(self._server)
         self._port = self._server.add_insecure_port("127.0.0.1:0")
 
     def _recorded(self, do: Any) -> Any:

@@ -15,6 +15,11 @@ import pytest
 import torch
 from checkpoints import HEADS, VOCABULARY, WIDTH
 from conftest import Models
+from engines import OpenAdmission, batch_queue, engine_of
+from layer_requests import registry_of
+from limits import LIMITS
+from rpcs import new_metrics
+from stores import store_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
@@ -23,16 +28,13 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -68,10 +70,10 @@ class Bench:
     device: FailingDevice
     registry: Registry
     engine: Engine
-    host: Host
+    host: CacheHost
 
     def create(self) -> Cache:
-        return self.host.store.create(SHAPE, None, monotonic())
+        return self.host.store.create(SHAPE, None, monotonic(), None, b"")
 
     def read(self, *caches: Cache, tokens: int) -> CachedLayerRequest:
         shape = (len(caches), tokens)
@@ -80,7 +82,7 @@ class Bench:
         )
         references = [pb.CacheReference(name=cache.name) for cache in caches]
         message = pb.ApplyRequest(layer="gpt2", input=ids, caches=references).SerializeToString()
-        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message))
+        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message), LIMITS)
         assert isinstance(request, CachedLayerRequest)
         return request
 
@@ -91,7 +93,7 @@ class Bench:
             self.engine.release(entry)
             future.set_result(outcome)
 
-        self.engine.submit(Entry(self.read(*caches, tokens=tokens), reply, perf_counter(), inf, 0.0))
+        self.engine.submit(Entry(self.read(*caches, tokens=tokens), reply, perf_counter(), inf, 0.0, None, None))
         return future
 
     async def output(self, *caches: Cache, tokens: int) -> bytes:
@@ -103,15 +105,16 @@ class Bench:
 @pytest.fixture
 async def bench(models: Models) -> AsyncIterator[Bench]:
     threads = torch.get_num_threads()
-    device, metrics = FailingDevice(1, 10**15), Metrics("0", "0", "cpu")
-    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-    engine = Engine(device, queue, Admission(100, 10**9, 10**12), metrics)
+    device, metrics = FailingDevice(1, 10**15, None), new_metrics()
+    queue: BatchQueue[Entry] = batch_queue()
+    engine = engine_of(device, queue, OpenAdmission(100, 10**9, 10**12), metrics)
     engine.open()
-    registry = Registry(device, models.directory)
+    registry = registry_of(device, models.directory)
     await registry.load("layers.toml", ["gpt2"])
-    host = Host(
-        CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100),
+    host = CacheHost(
+        store_of(PAGES, page_bytes=PAGE_BYTES),
         PagePool.of(device, PAGES * PAGE_BYTES, PAGE_BYTES),
+        address="",
     )
     yield Bench(device, registry, engine, host)
     assert await engine.drain(PATIENCE_S)
@@ -128,9 +131,9 @@ async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog:
     for cache in (guilty, other, innocent):
         await bench.output(cache, tokens=9)
     # Last pages are shared, so appends go into copies of them.
-    forks = [store.fork(cache, None, monotonic()) for cache in (guilty, other)]
+    forks = [store.fork(cache, None, monotonic(), b"", None) for cache in (guilty, other)]
     before = {cache: [cache.pages(layer) for layer in range(BLOCKS)] for cache in (guilty, other, *forks)}
-    step = await bench.output(store.fork(innocent, None, monotonic()), tokens=3)
+    step = await bench.output(store.fork(innocent, None, monotonic(), b"", None), tokens=3)
     used = store.used_bytes
     bench.device.fails = True
     failing, running = bench.submit(guilty, other, tokens=GUILTY), bench.submit(innocent, tokens=3)
@@ -167,7 +170,7 @@ async def test_resident_keys_cost(bench: Bench) -> None:
 
 async def test_resident_keys_beyond_a_window_cost_nothing(bench: Bench, tmp_path: Path) -> None:
     decoders.write_mistral(tmp_path)
-    registry = Registry(bench.device, tmp_path)
+    registry = registry_of(bench.device, tmp_path)
     await registry.load(decoders.MISTRAL, ["mistral"])
     layer = registry.get("mistral").layer
     assert isinstance(layer, TransformerLayer)

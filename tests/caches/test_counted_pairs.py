@@ -5,6 +5,7 @@ windows allow, as the oracle has them; and its limit, which has what is computed
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
@@ -17,16 +18,17 @@ from cases import Case
 from conftest import Server
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LIMITS
+from stores import store_of
 
 import attnserve
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 
 HEADS, WIDTH = 2, 8
 PAIR = 2 * (WIDTH + WIDTH)
@@ -37,16 +39,17 @@ def zeros(*shape: int) -> messages.Array:
     return np.zeros(shape, np.float32)
 
 
-def host() -> Host:
+def host() -> CacheHost:
     """Caches without memory."""
-    return Host(CacheStore(1 << 20, 1 << 16, 10), cast(Any, None))
+    return CacheHost(store_of(16, 10, page_bytes=1 << 16), cast(Any, None), "")
 
 
-def cached(case: Case, lengths: list[int], limits: RequestLimits = DEFAULT_LIMITS, **returned: Any) -> CachedRequest:
+def cached(case: Case, lengths: list[int], limits: RequestLimits = LIMITS, **returned: Any) -> CachedRequest:
     """A request for a case whose keys are in caches of these lengths."""
     caches = host()
     names = [
-        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic()).name for _ in lengths
+        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic(), None, b"").name
+        for _ in lengths
     ]
     message = attend_request(case, [Reference(name) for name in names], **returned).SerializeToString()
     request = read_attend(caches, anybody("here"), message, 0, len(message), limits)
@@ -104,7 +107,7 @@ def test_those_of_packed_sequences_are_each_ones_own() -> None:
 def test_a_cache_may_be_as_long_as_it_likes(options: dict[str, Any]) -> None:
     """What is read of it counts: for the limit, for what is admitted, and for whether other threads are to help."""
     case = Case(zeros(1, HEADS, 64, WIDTH), zeros(0), zeros(0), {**options, "causal": "bottom_right"})
-    limits = RequestLimits(max_request_flops=10**6)
+    limits = replace(LIMITS, max_request_flops=10**6)
     short, long = (cached(case, [length], limits) for length in (100, 10**9))
     assert (short.flops, short.cost, short.effort) == (long.flops, long.cost, long.effort)
     with pytest.raises(InvalidRequest, match="FLOPs"):
@@ -159,7 +162,7 @@ def test_the_limit_is_on_what_is_computed_where_attention_has_to_be_written_out(
         zeros(1, HEADS, 1000, WIDTH), zeros(1, HEADS, 1000, WIDTH), zeros(1, HEADS, 1000, WIDTH), {"window": (0, 0)}
     )
     message = attend_request(case).SerializeToString()
-    limits = RequestLimits(max_request_flops=HEADS * 1000 * 1000 * 64 - 1)
+    limits = replace(LIMITS, max_request_flops=HEADS * 1000 * 1000 * 64 - 1)
     assert messages.read(attend_request(case)).flops == PAIR * HEADS * 1000
     with pytest.raises(InvalidRequest, match="FLOPs"):
         messages.read_request(message, limits=limits)

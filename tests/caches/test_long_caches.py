@@ -38,7 +38,7 @@ def devices() -> Iterator[list[CpuDevice]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "ALONE_FLOPS", 0)
         patch.setattr(cpu, "HELPED_FLOPS", 1)
-        opened = [CpuDevice(count, 0, library.best()) for count in (1, 3)]
+        opened = [CpuDevice(count, 0, library.best("auto")) for count in (1, 3)]
         yield opened
         for device in opened:
             device.close()

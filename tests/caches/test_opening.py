@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool_bytes(config: Config) -> int:
-    return open_caches(config, open_device("cpu", 1, 0)).store.pool_bytes
+    return open_caches(config, open_device("cpu", 1, 0, "auto")).store.pool_bytes
 
 
 @pytest.mark.parametrize("size", [2 * GIB + 4096, 4000 << 40, 1 << 60])
@@ -120,7 +120,7 @@ def test_the_default_on_a_gpu_is_half_of_what_is_free_there() -> None:
 )
 def test_pages_are_larger_on_a_gpu(pool: int, page: int, expected: tuple[int, int]) -> None:
     """Unless the pool is smaller."""
-    for device, size in zip((open_device("cpu", 1, 0), Gpu()), expected, strict=True):
+    for device, size in zip((open_device("cpu", 1, 0, "auto"), Gpu()), expected, strict=True):
         host = open_caches(Config(cache_bytes=pool, cache_page_bytes=page), device)  # type: ignore[arg-type]
         assert host.store.page_bytes == size
 

@@ -254,7 +254,7 @@ def test_one_page_is_gathered_without_a_copy() -> None:
 def test_what_is_not_finite_is_known(poison: float, where: str) -> None:
     """For the slots written since the page's first one was, whatever the page held before."""
     shape = CacheShape(2, 8, 8, 1, "float32")
-    pool = PagePool(4096 * 4, 4096, CPU)
+    pool = PagePool(4096 * 4, 4096, CPU, None)
     per_page = pool.tokens_per_page(shape)
     pages = [0, 1, 2]
     key, value = tokens(shape, 3 * per_page)
@@ -282,7 +282,7 @@ def test_what_is_not_finite_is_known(poison: float, where: str) -> None:
 
 def test_large_numbers_are_finite() -> None:
     shape = CacheShape(2, 8, 8, 1, "float32")
-    pool = PagePool(4096, 4096, CPU)
+    pool = PagePool(4096, 4096, CPU, None)
     largest = torch.full((2, 4, 8), np.finfo(np.float32).max)
     pool.write(shape, placement([0], pool.tokens_per_page(shape), 0, 4), largest, largest)
     assert pool.blocks(shape, [0], 4)[0].finite
@@ -290,7 +290,7 @@ def test_large_numbers_are_finite() -> None:
 
 def test_what_overflows_the_dtype_of_storage_is_not_finite() -> None:
     shape = CacheShape(1, 8, 8, 1, "float16")
-    pool = PagePool(4096, 4096, CPU)
+    pool = PagePool(4096, 4096, CPU, None)
     large = torch.full((1, 1, 8), 1e6)
     pool.write(shape, placement([0], pool.tokens_per_page(shape), 0, 1), large, large)
     assert not pool.blocks(shape, [0], 1)[0].finite
@@ -299,13 +299,13 @@ def test_what_overflows_the_dtype_of_storage_is_not_finite() -> None:
 @pytest.mark.parametrize("page_bytes", [0, -64, 63, 100])
 def test_pages_that_would_not_be_aligned_are_refused(page_bytes: int) -> None:
     with pytest.raises(ValueError, match="page_bytes"):
-        PagePool(1 << 16, page_bytes, CPU)
+        PagePool(1 << 16, page_bytes, CPU, None)
 
 
 @pytest.mark.parametrize("dtype", sorted(STORAGE))
 def test_every_block_of_keys_and_values_is_aligned(dtype: Any) -> None:
     shape = CacheShape(3, 5, 7, 1, dtype)
-    pool = PagePool(1 << 13, 1 << 10, CPU)
+    pool = PagePool(1 << 13, 1 << 10, CPU, None)
     for page in range(8):
         block = pool.blocks(shape, [page], 1)[0]
         assert block.key.data_ptr() % 64 == block.value.data_ptr() % 64 == 0

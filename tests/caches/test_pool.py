@@ -75,16 +75,16 @@ def test_what_is_promised_is_not_promised_again() -> None:
     with pytest.raises(ValueError, match="2 pages cannot be promised: 1 are free"):
         allocator.reserve(2)
     with pytest.raises(ValueError, match="4 pages cannot be promised"):
-        allocator.allocate(4)
+        allocator.allocate(4, None)
     allocator.reserve(-2)
     assert (allocator.available, allocator.free) == (3, 4)
-    assert len(allocator.allocate(1)) == 1
+    assert len(allocator.allocate(1, None)) == 1
     assert (allocator.available, allocator.free, allocator.reserved) == (3, 3, 0)
 
 
 def test_a_pool_without_pages_has_none() -> None:
     allocator = PageAllocator(0)
-    assert (allocator.free, allocator.used, allocator.allocate(0)) == (0, 0, [])
+    assert (allocator.free, allocator.used, allocator.allocate(0, None)) == (0, 0, [])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 40)), max_size=80))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import limits
 import pytest
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches.references import MessageType, Reference, read_header
 from attnserve_server.errors import InvalidRequest, Malformed
-from attnserve_server.requests.limits import RequestLimits
 
-LIMITS = RequestLimits(max_sequences=10)
+LIMITS = replace(limits.LIMITS, max_sequences=10)
 EACH_MESSAGE = pytest.mark.parametrize("message_type", [pb.AttendRequest, pb.ApplyRequest])
 
 

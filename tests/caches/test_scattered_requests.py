@@ -15,9 +15,11 @@ from cached_cases import by_sequence, last
 from caller import Reference, attend_request, result
 from cases import Case, Plan
 from kernel_calls import tensor
+from limits import LIMITS
 from meta_device import CUDA, META, MetaTransfers, NothingWaits, Operations, hollow, hollow_device
 from resident import CPU, stored
 from scattering import HALF, ScatteringDevice, device
+from stores import store_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
@@ -26,8 +28,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.run import launch_batch, run_batch
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices import Device
 from attnserve_server.kernels import varlen_cuda
 from attnserve_server.requests.work import BatchResult, Phases
@@ -58,8 +59,8 @@ class Bench:
 
     def __init__(self, device: Device, where: torch.device = CPU) -> None:
         self.device = device
-        self.store = CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 100)
-        self.host = Host(self.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, where))
+        self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
+        self.host = CacheHost(self.store, PagePool(PAGES * PAGE_BYTES, PAGE_BYTES, where, None), "")
 
     def request(self, case: Case, dtype: str, appended: int) -> CachedRequest:
         """A request to new caches with the keys and values of a case, the last of which it appends."""
@@ -78,7 +79,7 @@ class Bench:
             references.append(Reference(cache.name))
         pair = last(case, [length] * len(key), appended) if appended else None
         data = attend_request(case, references, pair, return_lse=True).SerializeToString()
-        request = read_attend(self.host, anybody("here"), data, 0, len(data))
+        request = read_attend(self.host, anybody("here"), data, 0, len(data), LIMITS)
         assert isinstance(request, CachedRequest)
         return request
 

@@ -12,11 +12,11 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from stores import Store, store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import NotFound
 
 DAY = 24 * 3600
@@ -38,7 +38,7 @@ class Day:
     random: Random
     crowded: float
     """The share of the pool that is free when callers begin to delete."""
-    store: CacheStore = field(default_factory=lambda: CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, 10_000))
+    store: Store = field(default_factory=lambda: store_of(PAGES, 10_000, page_bytes=PAGE_BYTES))
     caches: list[Cache] = field(default_factory=list)
     appends: int = 0
     refusals: int = 0

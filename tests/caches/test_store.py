@@ -9,19 +9,18 @@ from itertools import pairwise
 from types import FrameType
 
 import pytest
-from stores import PAGE_BYTES, SHAPE, append, extents_of, store_of
+from stores import SHAPE, append, extents_of, store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.register import GIVEN_UP_SECONDS, MAX_GIVEN_UP
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
 
 
 def test_pages_must_be_aligned() -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
-        CacheStore(1000, 100, 1)
+        store_of(10, 1, page_bytes=100)
 
 
 def test_names_are_long_and_never_the_same() -> None:
@@ -334,7 +333,7 @@ def test_leases_that_are_over_are_forgotten() -> None:
 
 
 def test_caches_of_too_many_layers() -> None:
-    limited = CacheStore(4 * PAGE_BYTES, PAGE_BYTES, 10, max_layers=3)
+    limited = store_of(4, 10, max_layers=3)
     limited.create(CacheShape(1, 8, 8, 3, "float32"), None, 0.0)
     with pytest.raises(InvalidRequest, match=r"at most 3 \(max_cache_layers\), found 4") as error:
         limited.create(CacheShape(1, 8, 8, 4, "float32"), None, 0.0)

@@ -17,12 +17,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from modelled import LAYERS, NOBODYS, PAGE_BYTES, PAGE_TOKENS, PAGES, SHAPE, Model, Operation, World
-from stores import extents_of
+from stores import extents_of, store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.reservation import Reservation
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
 
 MAX_CACHES = 5
@@ -32,7 +31,7 @@ WEIGHTS = [9, 4, 2, 12, 2, 1, 2, 1]
 """How often a walk takes each action."""
 UNTIL = st.sampled_from(["waiting", "begun", "over", "over"])
 """How far an operation gets in one step."""
-NO_RESERVATION: Reservation[Any] = Reservation(set(), [])
+NO_RESERVATION: Reservation[Any] = Reservation(set(), [], "")
 
 
 class StoreMachine(World, RuleBasedStateMachine):
@@ -41,7 +40,7 @@ class StoreMachine(World, RuleBasedStateMachine):
     def __init__(self) -> None:
         RuleBasedStateMachine.__init__(self)
         World.__init__(self)
-        self.store = CacheStore(PAGES * PAGE_BYTES, PAGE_BYTES, MAX_CACHES)
+        self.store = store_of(PAGES, MAX_CACHES, page_bytes=PAGE_BYTES)
         self.token = count()
 
     # What happens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,13 +11,36 @@ from google.rpc.status_pb2 import Status
 
 from attnserve._requests.operation import ATTEND, Operation
 from attnserve._requests.reply import Response
+from attnserve._servers.replicas import Replica
 from attnserve._settings.retry import RetryPolicy
-from attnserve._transports.in_flight import Call
-from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.multiplexer import MESSAGE_BYTES, Multiplexer
 from attnserve.v1 import attention_pb2 as pb
 
 POLICY = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 1.0)
 DONE = Response(ATTEND, pb.AttendResponse(), [])
+
+
+def replica_of(address: str) -> Replica:
+    """A server of which nobody is told that it is out of reach."""
+    return Replica(address, lambda: None)
+
+
+class Alone(Multiplexer[Any]):
+    """A multiplexer for the only server that there is, unless a test says otherwise."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        replica: Replica | None = None,
+        *,
+        others: Callable[[], bool] = lambda: False,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        super().__init__(policy, replica or replica_of(""), others=others, message_bytes=message_bytes)
+
+    def tick(self, now: float, others: bool = False, excess: Callable[[], int] = lambda: 0) -> list[Outcome[Any]]:
+        return super().tick(now, others, excess)
 
 
 def status(code: grpc.StatusCode) -> Status:

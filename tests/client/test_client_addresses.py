@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settled import settings_of
 
 from attnserve import TLS, AsyncClient, Client, UnavailableError
-from attnserve._settings.config import Settings
 from attnserve._settings.targets import look_up, target_of
 
 
@@ -95,6 +95,6 @@ def test_a_function_may_return_a_single_address() -> None:
 
 
 def test_what_was_looked_up_must_prove_to_be_who_was_meant() -> None:
-    settings = Settings("dns:///attnserve.example:8001", "stream", None, 3, 1, (), TLS())
+    settings = settings_of("dns:///attnserve.example:8001", tls=TLS())
     assert dict(settings.channel_options("10.0.0.1:8001"))["grpc.ssl_target_name_override"] == "attnserve.example"
     assert "grpc.ssl_target_name_override" not in dict(settings.channel_options("pod-0.attnserve:8001"))

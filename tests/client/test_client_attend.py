@@ -281,6 +281,6 @@ def test_numbers_that_are_wrong_are_shown_shortly() -> None:
 def test_a_cache_has_a_layer_of_its_own() -> None:
     for wrong, hint in (("cache_layer", "'layer' is one"), ("caches", "this cache is the one")):
         with Client() as client:
-            cache = Cache(client, CacheInfo("name", 2, 4, 4, 1, "float32", (0,), 0, 0, None, None))
+            cache = Cache(client, CacheInfo("name", 2, 4, 4, 1, "float32", (0,), 0, 0, None, None), None)
             with pytest.raises(TypeError, match=f"{wrong!r}; {hint}"):
                 cache.attend(QUERY, **{wrong: 0})

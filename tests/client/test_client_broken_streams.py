@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
-from multiplexed import DONE, POLICY, asked, call, full, message, status
+from multiplexed import DONE, POLICY, Alone, asked, call, full, message, status
 
 from attnserve import (
     AttnServeError,
@@ -29,7 +29,7 @@ from attnserve.v1 import attention_pb2 as pb
 
 @pytest.fixture
 def multiplexer() -> Multiplexer[Any]:
-    return Multiplexer(POLICY)
+    return Alone(POLICY)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_nonsense_ends_the_stream_and_the_calls_on_it(multiplexer: Multiplexer[A
 @given(st.data())
 def test_every_call_has_one_outcome_and_its_own(data: st.DataObject) -> None:
     """For any sequence of events: no call has two outcomes, none is lost, none gets another's reply."""
-    multiplexer: Multiplexer[int] = Multiplexer(RetryPolicy(2, random=lambda: 0.0), message_bytes=64)
+    multiplexer: Multiplexer[int] = Alone(RetryPolicy(2, random=lambda: 0.0), message_bytes=64)
     settled: dict[int, Any] = {}
     withdrawn: set[int] = set()
     calls: dict[int, Call[int]] = {}

@@ -6,6 +6,7 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
+from multiplexed import Alone
 
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.in_flight import Call
@@ -50,7 +51,7 @@ def test_calls_come_by_rank_and_age_and_may_leave_and_return_with_another(steps:
 
 def test_what_is_to_be_sent_goes_by_priority_even_while_the_connection_is_slow() -> None:
     """No server has refused anything: the calls wait for the connection, one message each."""
-    multiplexer: Multiplexer[str] = Multiplexer(RetryPolicy(3), message_bytes=1)
+    multiplexer: Multiplexer[str] = Alone(RetryPolicy(3), message_bytes=1)
     for name, priority in (("low", -8), ("first", 0), ("second", 0), ("high", 8)):
         made = Call(name, 1, [name.encode()], 10, 0.0, 5.0)
         made.priority = priority

@@ -8,11 +8,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
-from multiplexed import DONE
+from multiplexed import DONE, Alone, replica_of
 
 from attnserve._errors import AttnServeError
 from attnserve._requests.reply import Reply
-from attnserve._servers.replicas import Replica
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.in_flight import Call
 from attnserve._transports.multiplexer import LOOK_S, Multiplexer
@@ -43,7 +42,7 @@ def sent(multiplexer: Multiplexer[str], stream: int) -> bytes:
 
 @pytest.fixture
 def here() -> Multiplexer[str]:
-    return Multiplexer(RetryPolicy(2, random=lambda: 1.0), Replica("here"))
+    return Alone(RetryPolicy(2, random=lambda: 1.0), replica_of("here"))
 
 
 def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
@@ -57,7 +56,7 @@ def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
     assert here.take_leaving() == [calls["free"]]
     assert here.take_leaving() == []
     assert b"pinned" in sent(here, 2)
-    there: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("there"))
+    there: Multiplexer[str] = Alone(RetryPolicy(2), replica_of("there"))
     calls_on(there, ("another",))
     there.add(calls["free"], 0.0)
     assert b"free" in sent(there, there.opened(0.0))
@@ -126,14 +125,14 @@ def test_what_another_server_would_answer_sooner_goes_there_in_its_order(here: M
 def test_without_others_nobody_looks(here: Multiplexer[str]) -> None:
     calls_on(here, ("ready",))
     assert here.wakeup == 9.0, "its deadline"
-    alike: Multiplexer[str] = Multiplexer(RetryPolicy(2), Replica("here"), others=lambda: True)
+    alike: Multiplexer[str] = Alone(RetryPolicy(2), replica_of("here"), others=lambda: True)
     calls_on(alike, ("ready",))
     assert alike.wakeup == LOOK_S
 
 
 def test_a_server_that_says_nothing_in_a_calls_time_is_taken_to_hang(here: Multiplexer[str]) -> None:
-    replica = Replica("hangs")
-    silent: Multiplexer[str] = Multiplexer(RetryPolicy(2), replica)
+    replica = replica_of("hangs")
+    silent: Multiplexer[str] = Alone(RetryPolicy(2), replica)
     calls = calls_on(silent, ("answered", "late"))
     stream = silent.opened(0.0)
     sent(silent, stream)

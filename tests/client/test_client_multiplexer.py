@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from multiplexed import DONE, POLICY, call, message, status
+from multiplexed import DONE, POLICY, Alone, call, message, status
 
 from attnserve import (
     ClientClosedError,
@@ -21,7 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 
 @pytest.fixture
 def multiplexer() -> Multiplexer[Any]:
-    return Multiplexer(POLICY)
+    return Alone(POLICY)
 
 
 def test_what_is_ready_travels_together(multiplexer: Multiplexer[Any]) -> None:
@@ -114,7 +114,7 @@ def test_timeouts_are_stock_durations(multiplexer: Multiplexer[Any], timeout: fl
 
 
 def test_a_message_is_bounded_unless_one_call_is_larger() -> None:
-    multiplexer: Multiplexer[Any] = Multiplexer(POLICY, message_bytes=1000)
+    multiplexer: Multiplexer[Any] = Alone(POLICY, message_bytes=1000)
     for padding in (300, 300, 300, 5000, 10):
         multiplexer.add(call(padding, padding=padding), 0.0)
     stream = multiplexer.opened(0.0)
@@ -155,7 +155,7 @@ def test_a_call_cancelled_before_it_is_sent_is_not_sent(multiplexer: Multiplexer
 
 def test_a_call_made_elsewhere_by_now_takes_no_other_with_it(multiplexer: Multiplexer[Any]) -> None:
     """By then its id is from another server's stream, and belongs to another call here."""
-    elsewhere: Multiplexer[Any] = Multiplexer(POLICY)
+    elsewhere: Multiplexer[Any] = Alone(POLICY)
     leaving, stays = call("a"), call("b")
     multiplexer.add(leaving, 0.0)
     multiplexer.leave()

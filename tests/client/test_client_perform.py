@@ -32,7 +32,7 @@ GET = cache_requests.get("cache")
 @pytest.fixture
 def cache() -> CacheState:
     info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
-    return CacheState(info, Turns(later))
+    return CacheState(info, Turns(later), None)
 
 
 def plan(cache: CacheState, steps: Steps[Any], timeout: float | None = PATIENCE_S) -> Plan[Any]:
@@ -174,7 +174,7 @@ def _interrupted_after(functions: int) -> bool:
                 raise KeyboardInterrupt
 
     info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
-    cache = CacheState(info, Turns(later))
+    cache = CacheState(info, Turns(later), None)
     followers: list[Future[bool]] = []
     answer: Future[bool] = Future()
 

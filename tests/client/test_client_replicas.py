@@ -33,7 +33,7 @@ class Fleet:
         self.replicas.update(addresses, 0.0)
 
     def choose(self, count: int, now: float = 0.0) -> list[str]:
-        return [self.replicas.choose(now).replica.address for _ in range(count)]
+        return [self.replicas.choose(now, None).replica.address for _ in range(count)]
 
     def at(self, address: str, now: float = 0.0) -> Connected:
         return self.replicas.at(address, now)

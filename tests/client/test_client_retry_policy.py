@@ -12,10 +12,10 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
+from settled import settings_of
 
 from attnserve import AttnServeError, Client, InvalidRequestError, OverloadedError, UnavailableError
 from attnserve._errors import error_from_status
-from attnserve._settings.config import Settings
 from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
@@ -45,6 +45,12 @@ def overloaded(delay: float | None, reason: str = "OVERLOADED") -> Status:
     return status(CODE.RESOURCE_EXHAUSTED, *((why,) if delay is None else (retry, why)))
 
 
+def after(
+    policy: RetryPolicy, status: Status, attempts: int, now: float, deadline: float, *, resent: bool = False
+) -> Again | AttnServeError:
+    return policy.after(status, attempts, now, deadline, resent=resent)
+
+
 def pause(verdict: Again | AttnServeError) -> float:
     """How long to wait, having asserted that there is another attempt."""
     assert isinstance(verdict, Again)
@@ -65,7 +71,7 @@ def test_retries_last_longer_than_a_pause_between_attempts_to_connect() -> None:
     retries = inspect.signature(Client).parameters["retries"].default
     policy = RetryPolicy(retries, random=lambda: 0.0)
     delays = [policy.delay(attempts, 0.0, inf) for attempts in range(1, retries + 1)]
-    pause = dict(Settings("host:1", "stream", None, retries, 1, ()).channel_options("host:1"))
+    pause = dict(settings_of("host:1", retries=retries).channel_options("host:1"))
     assert sum(filter(None, delays)) > 1.2 * pause["grpc.max_reconnect_backoff_ms"] / 1000, "with gRPC's jitter"
 
 
@@ -73,12 +79,12 @@ def test_retries_last_longer_than_a_pause_between_attempts_to_connect() -> None:
 def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_every_time(draw: float) -> None:
     policy = RetryPolicy(4, first_delay=0.1, longest_delay=0.2, random=lambda: draw)
     share = 1.0 + 0.5 * draw
-    delays = [pause(policy.after(overloaded(0.05), attempts, 0.0, inf)) for attempts in (1, 2, 3)]
+    delays = [pause(after(policy, overloaded(0.05), attempts, 0.0, inf)) for attempts in (1, 2, 3)]
     assert delays == pytest.approx([0.05 * share, 0.1 * share, 0.2 * share])
-    assert isinstance(policy.after(overloaded(0.05), 4, 0.0, inf), OverloadedError), "0.4 s is longer than any wait"
-    assert isinstance(policy.after(overloaded(0.0), 5, 0.0, inf), OverloadedError), "four retries are enough"
+    assert isinstance(after(policy, overloaded(0.05), 4, 0.0, inf), OverloadedError), "0.4 s is longer than any wait"
+    assert isinstance(after(policy, overloaded(0.0), 5, 0.0, inf), OverloadedError), "four retries are enough"
     for told in (None, 0.0, 0.001):
-        assert pause(policy.after(overloaded(told), 1, 0.0, inf)) == pytest.approx(0.01 * share)
+        assert pause(after(policy, overloaded(told), 1, 0.0, inf)) == pytest.approx(0.01 * share)
 
 
 def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
@@ -113,14 +119,14 @@ def test_within_the_window_no_more_is_sent_again_than_that(steps: list[tuple[flo
 def test_no_retry_begins_at_the_deadline_or_later() -> None:
     policy = RetryPolicy(3, first_delay=1.0, random=lambda: 0.0)
     for cause, delay in ((status(CODE.UNAVAILABLE), 0.5), (overloaded(2.0), 2.0)):
-        assert pause(policy.after(cause, 1, 10.0, 10.01 + delay)) == delay
-        assert isinstance(policy.after(cause, 1, 10.0, 10.0 + delay), UnavailableError | OverloadedError)
+        assert pause(after(policy, cause, 1, 10.0, 10.01 + delay)) == delay
+        assert isinstance(after(policy, cause, 1, 10.0, 10.0 + delay), UnavailableError | OverloadedError)
 
 
 def test_an_overload_that_does_not_pass_is_not_waited_for() -> None:
     policy = RetryPolicy(3)
-    assert isinstance(policy.after(overloaded(0.01, "SHARE_EXCEEDED"), 1, 0.0, inf), Again)
-    assert isinstance(policy.after(overloaded(0.01, "CACHE_POOL_FULL"), 1, 0.0, inf), OverloadedError)
+    assert isinstance(after(policy, overloaded(0.01, "SHARE_EXCEEDED"), 1, 0.0, inf), Again)
+    assert isinstance(after(policy, overloaded(0.01, "CACHE_POOL_FULL"), 1, 0.0, inf), OverloadedError)
 
 
 def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
@@ -144,13 +150,13 @@ def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
 def test_only_the_unavailable_is_tried_again() -> None:
     policy = RetryPolicy(1)
     unavailable = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")
-    assert isinstance(policy.after(unavailable, 1, 0.0, 10.0), Again)
-    assert isinstance(policy.after(unavailable, 2, 0.0, 10.0), UnavailableError)
-    assert isinstance(policy.after(unavailable, 1, 0.0, 0.01), UnavailableError)
-    invalid = policy.after(Status(code=3, message="no"), 1, 0.0, 10.0)
+    assert isinstance(after(policy, unavailable, 1, 0.0, 10.0), Again)
+    assert isinstance(after(policy, unavailable, 2, 0.0, 10.0), UnavailableError)
+    assert isinstance(after(policy, unavailable, 1, 0.0, 0.01), UnavailableError)
+    invalid = after(policy, Status(code=3, message="no"), 1, 0.0, 10.0)
     assert isinstance(invalid, InvalidRequestError)
     assert not invalid.resent
-    again = policy.after(Status(code=3, message="no"), 2, 0.0, 10.0, resent=True)
+    again = after(policy, Status(code=3, message="no"), 2, 0.0, 10.0, resent=True)
     assert isinstance(again, InvalidRequestError)
     assert again.resent
 
@@ -160,18 +166,18 @@ def test_what_grpc_says_of_a_connection_is_tried_again(code: grpc.StatusCode) ->
     """The service's own errors have details, and would recur, except for UNAVAILABLE."""
     policy = RetryPolicy(1)
     assert breaks_only_the_stream(code.value[0])
-    assert isinstance(policy.after(status(code), 1, 0.0, inf), Again)
-    gave_up = policy.after(status(code), 2, 0.0, inf)
+    assert isinstance(after(policy, status(code), 1, 0.0, inf), Again)
+    gave_up = after(policy, status(code), 2, 0.0, inf)
     assert isinstance(gave_up, UnavailableError)
     assert gave_up.code is code
-    detailed = policy.after(status(code, error_details_pb2.ErrorInfo(reason="A_REASON")), 1, 0.0, inf)
+    detailed = after(policy, status(code, error_details_pb2.ErrorInfo(reason="A_REASON")), 1, 0.0, inf)
     assert isinstance(detailed, Again) == (code is CODE.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("code", [CODE.UNIMPLEMENTED, CODE.UNAUTHENTICATED, CODE.DEADLINE_EXCEEDED, CODE.DATA_LOSS])
 def test_nothing_else_is(code: grpc.StatusCode) -> None:
     assert not breaks_only_the_stream(code.value[0])
-    assert not isinstance(RetryPolicy(1).after(status(code), 1, 0.0, inf), Again)
+    assert not isinstance(after(RetryPolicy(1), status(code), 1, 0.0, inf), Again)
 
 
 def test_an_error_says_how_often_it_was_tried() -> None:

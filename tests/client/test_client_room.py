@@ -19,7 +19,7 @@ from askers import Transport, array, transport
 from conftest import POOL, Server
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
-from multiplexed import call, full, message
+from multiplexed import Alone, call, full, message, replica_of
 from occupied import PATIENT
 from peers import good_unary, peer, replies
 
@@ -102,7 +102,7 @@ def test_the_error_that_a_caller_got_is_not_kept() -> None:
 
 def refused(policy: RetryPolicy) -> Multiplexer[Any]:
     """A multiplexer without retries whose server has refused a call at 0 s, for one second."""
-    multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
+    multiplexer: Multiplexer[Any] = Alone(policy, replica_of("here"))
     multiplexer.add(first := call("first"), 0.0)
     stream = multiplexer.opened(0.0)
     message(multiplexer, stream)
@@ -175,7 +175,7 @@ class Full:
 def test_to_a_server_with_room_as_many_are_sent_again_as_were_refused_elsewhere() -> None:
     """The budget is for servers that would probably refuse them again."""
     policy = RetryPolicy(3, first_delay=0.0)
-    full_one, free_one = (Elsewhere(Replica(address)) for address in ("full", "free"))
+    full_one, free_one = (Elsewhere(replica_of(address)) for address in ("full", "free"))
 
     def refused(to: Elsewhere) -> UnaryCall[None, Any]:
         call: UnaryCall[None, Any] = UnaryCall(

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settled import settings_of
 
 from attnserve import AsyncClient, Client, UnavailableError
-from attnserve._settings.config import Settings
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])
@@ -101,7 +101,7 @@ def test_arguments_that_make_no_sense_are_refused(client_class: Any, field: str,
     ],
 )
 def test_addresses_that_grpc_takes_are_taken(address: str) -> None:
-    assert Settings(address, "stream", None, 0, 1, ()).target.name == address
+    assert settings_of(address).target.name == address
 
 
 def test_a_name_that_cannot_be_looked_up_is_a_server_that_is_not_there() -> None:
@@ -110,7 +110,7 @@ def test_a_name_that_cannot_be_looked_up_is_a_server_that_is_not_there() -> None
 
 
 def test_the_callers_channel_options_win() -> None:
-    settings = Settings("host:1", "stream", None, 0, 1, (("grpc.max_send_message_length", 7), ("grpc.own", 1)))
+    settings = settings_of("host:1", options=(("grpc.max_send_message_length", 7), ("grpc.own", 1)))
     options = dict(settings.channel_options("host:1"))
     assert (options["grpc.max_send_message_length"], options["grpc.own"]) == (7, 1)
     assert options["grpc.max_receive_message_length"] == -1
@@ -118,7 +118,7 @@ def test_the_callers_channel_options_win() -> None:
 
 @pytest.mark.parametrize(("given", "taken"), [(np.float32(3), 3.0), (7, 7.0), (1e300, None), (None, None)])
 def test_a_timeout_is_a_number_of_seconds(given: Any, taken: float | None) -> None:
-    assert Settings("host:1", "stream", given, 0, 1, ()).timeout == taken
+    assert settings_of("host:1", timeout=given).timeout == taken
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])

@@ -79,7 +79,7 @@ def test_it_bounds_whatever_is_asked(silent: str) -> None:
     with Client(silent, timeout=0.05, options=CONNECTING) as client:
         for ask in ASKS.values():
             with pytest.raises(DeadlineExceededError, match=WITHIN):
-                ask(client, Cache(client, INFO))
+                ask(client, Cache(client, INFO, None))
 
 
 async def test_it_bounds_whatever_is_asked_in_tasks(silent: str) -> None:
@@ -88,7 +88,7 @@ async def test_it_bounds_whatever_is_asked_in_tasks(silent: str) -> None:
             if name.startswith("Client.submit") or name == "Cache.bytes":
                 continue  # a future is what `attend` and `apply` wait for; there are no `bytes`
             with pytest.raises(DeadlineExceededError, match=WITHIN):
-                await asyncio.wait_for(ask(client, AsyncCache(client, INFO)), PATIENCE_S)
+                await asyncio.wait_for(ask(client, AsyncCache(client, INFO, None)), PATIENCE_S)
 
 
 @pytest.mark.parametrize("prefix", ["", "Async"])
@@ -108,7 +108,7 @@ def test_it_is_the_default_of_every_timeout_but_that_of_loading(prefix: str) -> 
 
 def test_a_call_that_has_its_own_waits_for_that(silent: str) -> None:
     with Client(silent, timeout=PATIENCE_S, options=CONNECTING) as client:
-        cache = Cache(client, INFO)
+        cache = Cache(client, INFO, None)
         for ask in (client.server_info, client.caches.list, client.layers.list, cache.info, cache.fork, cache.delete):
             with pytest.raises(DeadlineExceededError, match=WITHIN):
                 ask(timeout=0.05)
@@ -117,7 +117,7 @@ def test_a_call_that_has_its_own_waits_for_that(silent: str) -> None:
 @pytest.mark.parametrize("timeout", [-1, "3", True, np.nan])
 def test_one_that_makes_no_sense(silent: str, timeout: Any) -> None:
     with Client(silent) as client:
-        cache = Cache(client, INFO)
+        cache = Cache(client, INFO, None)
         asks: list[Callable[..., object]] = [client.server_info, client.caches.list, cache.fork, cache.delete]
         asks += [lambda timeout: client.attend(X, X, X, timeout=timeout)]
         for ask in asks:

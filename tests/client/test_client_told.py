@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from multiplexed import DONE, POLICY, call, message, status
+from multiplexed import DONE, POLICY, Alone, call, message, status
 
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
@@ -24,7 +24,7 @@ class Recorded(Replica):
     __slots__ = ("noted",)
 
     def __init__(self) -> None:
-        super().__init__("127.0.0.1:1")
+        super().__init__("127.0.0.1:1", lambda: None)
         self.noted: list[str] = []
 
     def failed(self, now: float) -> None:
@@ -44,7 +44,7 @@ def server() -> Recorded:
 
 @pytest.fixture
 def multiplexer(server: Recorded) -> Multiplexer[Any]:
-    return Multiplexer(POLICY, server)
+    return Alone(POLICY, server)
 
 
 def sent(multiplexer: Multiplexer[Any], *names: str) -> tuple[int, list[int]]:
@@ -114,7 +114,7 @@ def test_the_end_of_a_stream_that_was_left_says_nothing(multiplexer: Multiplexer
 
 def test_answers_fill_the_retry_budget() -> None:
     policy = RetryPolicy(retries=3, random=lambda: 1.0)
-    multiplexer: Multiplexer[Any] = Multiplexer(policy)
+    multiplexer: Multiplexer[Any] = Alone(policy)
     while policy.retried.take(0.0):
         pass
     stream, numbers = sent(multiplexer, *"abc")

@@ -226,7 +226,7 @@ def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None
     """Without the garbage collector: it may hold arrays."""
     answer: Future[int] = Future()
     info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
-    cache = CacheState(info, Turns(Clock().later))
+    cache = CacheState(info, Turns(Clock().later), None)
 
     def steps() -> Steps[int]:
         found: int = yield cache_requests.get("cache")

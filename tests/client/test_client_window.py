@@ -12,13 +12,12 @@ import grpc
 import numpy as np
 import pytest
 from askers import array
-from multiplexed import DONE, call, full, message, status
+from multiplexed import DONE, Alone, call, full, message, replica_of, status
 from peers import peer, replies
 
 from attnserve import Client, OverloadedError
 from attnserve._errors import error_from_status
 from attnserve._requests.reply import Reply
-from attnserve._servers.replicas import Replica
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.multiplexer import Multiplexer
 from attnserve._transports.window import FORGOTTEN_AFTER, Window
@@ -37,7 +36,7 @@ class Stream:
     """A multiplexer and its server, which answers and refuses calls by their names."""
 
     def __init__(self, policy: RetryPolicy = EAGER) -> None:
-        self.multiplexer: Multiplexer[Any] = Multiplexer(policy, Replica("here"))
+        self.multiplexer: Multiplexer[Any] = Alone(policy, replica_of("here"))
         self.number = self.multiplexer.opened(0.0)
         self.ids: dict[Any, int] = {}
         self.outcomes: dict[Any, Any] = {}
@@ -278,7 +277,7 @@ def test_another_server_is_asked_before_a_call_is_told() -> None:
     leaving = stream.multiplexer.take_leaving()
     assert {each.owner for each in leaving} == {"a", "held"}
     assert {each.avoid for each in leaving} == {"here"}
-    there: Multiplexer[Any] = Multiplexer(EAGER, Replica("there"))
+    there: Multiplexer[Any] = Alone(EAGER, replica_of("there"))
     there._waiting._window = stream.multiplexer._waiting._window  # which has been given up
     for each in leaving:
         there.add(each, 0.5)

@@ -20,6 +20,7 @@ from attnserve._requests.attend import encode_attend
 from attnserve_server.caches.pages import sent
 from attnserve_server.devices import cuda, packed_calls
 from attnserve_server.devices.batch import run_batch
+from attnserve_server.devices.compute import ROWS
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
@@ -175,10 +176,10 @@ def test_positions_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "zeros", told)
     with hollow(CUDA):
-        positions = Packing([3, 2]).positions([4, 0], CUDA)
+        positions = Packing([3, 2], ROWS).positions([4, 0], CUDA)
         assert positions.device == CUDA
         assert positions.shape == (16,)
-    Packing([3, 2]).positions([4, 0], torch.device("cpu"))
+    Packing([3, 2], ROWS).positions([4, 0], torch.device("cpu"))
     assert asked == [True, False]
 
 

@@ -232,7 +232,7 @@ def test_every_kernel_for_requests_is_warm_before_they_come(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device() -> None:
     with pytest.raises(DeviceError, match="'cuda:7' is not available"):
-        open_device("cuda:7", 1, 0)
+        open_device("cuda:7", 1, 0, "auto")
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("turing")
 def test_a_gpu_that_is_too_old_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"Tesla T4 has compute capability 7\.5, and kernels need 8\.0"):
-        open_device("cuda", 1, 0)
+        open_device("cuda", 1, 0, "auto")
 
 
 @pytest.mark.usefixtures("turing")

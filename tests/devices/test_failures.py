@@ -13,20 +13,17 @@ import grpc
 import messages
 import pytest
 import torch
+from engines import OpenAdmission, batch_queue, engine_of
 from google.rpc import error_details_pb2, status_pb2
+from rpcs import new_metrics, rpcs_of, streams_of
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Caller, Callers, anybody
+from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import Work
-from attnserve_server.rpc.endings import Endings
-from attnserve_server.rpc.reading_turns import ReadingTurns
-from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.service import AttentionService
-from attnserve_server.rpc.stream import CallStream, Streams
-from attnserve_server.scheduling.admission import Admission
+from attnserve_server.rpc.stream import CallStream
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
@@ -46,9 +43,9 @@ def read_badly(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
 async def engine() -> AsyncIterator[Engine]:
     """An open engine."""
     threads = torch.get_num_threads()
-    device = CpuDevice(1, 10**15)
-    queue: BatchQueue[Entry] = BatchQueue(10**12, 64, 0.1)
-    engine = Engine(device, queue, Admission(10, 10**9, 10**12), Metrics("0", "0", "cpu"))
+    device = CpuDevice(1, 10**15, None)
+    queue: BatchQueue[Entry] = batch_queue()
+    engine = engine_of(device, queue, OpenAdmission(10, 10**9, 10**12), new_metrics())
     engine.open()
     yield engine
     engine.close()
@@ -60,19 +57,10 @@ async def engine() -> AsyncIterator[Engine]:
 async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that reads Attend correctly and fails on Apply."""
     readers = {"attend": read_attention, "apply": read_badly}
-    metrics = Metrics("0", "0", "cpu")
-    rpcs = Rpcs(Callers(), metrics)
-    streams = Streams(
-        engine=engine,
-        metrics=metrics,
-        readers=readers,
-        callers=rpcs.callers,
-        max_message_calls=64,
-        max_unanswered=64,
-        endings=rpcs.endings,
-        reading_turns=ReadingTurns(),
-    )
-    service = AttentionService(streams, rpcs, b"")
+    metrics = new_metrics()
+    rpcs = rpcs_of(metrics)
+    streams = streams_of(engine, metrics, readers)
+    service = AttentionService(streams, rpcs, b"", 64, None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -136,18 +124,7 @@ class LeftContext:
 async def test_a_caller_that_leaves_as_it_is_written_to_is_no_bug(engine: Engine) -> None:
     request = pb.AttendStreamRequest(calls=[calls.call(1, messages.random_attend(0))]).SerializeToString()
     context: Any = LeftContext(request)
-    readers = {"attend": read_attention}
-    metrics = Metrics("0", "0", "cpu")
-    streams = Streams(
-        engine=engine,
-        metrics=metrics,
-        readers=readers,
-        callers=Callers(),
-        max_message_calls=64,
-        max_unanswered=64,
-        endings=Endings(metrics),
-        reading_turns=ReadingTurns(),
-    )
+    streams = streams_of(engine, new_metrics(), {"attend": read_attention})
     stream = CallStream(streams, anybody("here"), context)
     with pytest.raises(Cancelled):
         await stream.serve()

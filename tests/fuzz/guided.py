@@ -38,7 +38,7 @@ def codec() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
 def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     """RPCs; seeds; the function that tests an input."""
     with atheris.instrument_imports(include=["attnserve_server", "attnserve._fields", "attnserve._wire"]):
-        from attnserve_server.server import Server
+        from attnserve_server.server import Server, configured_device
     import checkpoints
     import grpc
     from random_service import FLAGS, Attack
@@ -56,7 +56,7 @@ def server() -> tuple[list[Any], list[bytes], Callable[[Any, bytes], None]]:
     is_ready = threading.Event()
 
     async def serve() -> None:
-        server = Server(config)  # it lives for as long as something refers to it
+        server = Server(config, configured_device)  # it lives for as long as something refers to it
         address, _ = await server.start()
         ready.append(address)
         is_ready.set()

@@ -13,7 +13,7 @@ from attnserve_server.devices.cuda import CudaDevice
 @pytest.fixture(scope="module")
 def device() -> Iterator[CudaDevice]:
     """The first CUDA device, warmed up."""
-    device = open_device("cuda", 0, 0)
+    device = open_device("cuda", 0, 0, "auto")
     assert isinstance(device, CudaDevice)
     device.warm_up()
     yield device

@@ -42,11 +42,11 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"
 @pytest.mark.parametrize(("heads", "length"), [(2, 1), (2, 3), (8, 1), (64, 2)])
 def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int, length: int) -> None:
     """All slots that are not attended to hold NaN; sequences begin and end within pages, and share some."""
-    device = open_device("cuda", 0, 0)
+    device = open_device("cuda", 0, 0, "auto")
     assert device.scattering is not None
     shape, where = CacheShape(2, width, width, 1, dtype), device.torch_device  # type: ignore[arg-type]
     page_bytes = 2 * 128 * shape.num_kv_heads * width * shape.item_bytes
-    pool = PagePool(64 * page_bytes, page_bytes, where)
+    pool = PagePool(64 * page_bytes, page_bytes, where, None)
     views = pool.memory.views(shape)
     key, value, per_page = views.key, views.value, views.tokens_per_page
     for whole in (key, value):
@@ -80,11 +80,11 @@ def test_the_kernel_reads_keys_where_they_lie(dtype: str, width: int, heads: int
 @pytest.mark.parametrize("count", [1, 2, 3, 17])
 def test_a_step_has_the_same_bits_beside_longer_ones(dtype: str, count: int) -> None:
     """However many pages are merged at once because of others."""
-    device = open_device("cuda", 0, 0)
+    device = open_device("cuda", 0, 0, "auto")
     assert device.scattering is not None
     shape, where = CacheShape(2, 64, 64, 1, dtype), device.torch_device  # type: ignore[arg-type]
     page_bytes = 2 * 128 * shape.num_kv_heads * 64 * shape.item_bytes
-    pool = PagePool(256 * page_bytes, page_bytes, where)
+    pool = PagePool(256 * page_bytes, page_bytes, where, None)
     views = pool.memory.views(shape)
     random = torch.Generator(where).manual_seed(0)
     for whole in (views.key, views.value):
@@ -101,9 +101,9 @@ def test_a_step_has_the_same_bits_beside_longer_ones(dtype: str, count: int) -> 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")
 def test_a_step_over_a_long_cache_takes_little_memory() -> None:
     """In float32, for which the kernel is given keys and values in two parts."""
-    device = open_device("cuda", 0, 0)
+    device = open_device("cuda", 0, 0, "auto")
     shape, where = CacheShape(8, 128, 128, 1, "float32"), device.torch_device
-    pool = PagePool(2 << 30, 2 << 20, where)
+    pool = PagePool(2 << 30, 2 << 20, where, None)
     pages, per_page = list(range(1024)), pool.tokens_per_page(shape)
     query = CacheQuery(torch.randn(1, 8, 1, 128, device=where), shape, pages, 1024 * per_page, 0.1)
     torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def test_a_step_over_a_long_cache_takes_little_memory() -> None:
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no memory of its own")
 def test_by_default_half_of_what_is_free_is_taken_at_the_start() -> None:
-    device = open_device("cuda", 0, 0)
+    device = open_device("cuda", 0, 0, "auto")
     gc.collect()
     torch.cuda.empty_cache()  # or the pool might be what torch still holds
     free = device.memory()["free"]

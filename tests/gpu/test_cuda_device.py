@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import Case, Plan
 from cuda_device import device
+from engines import OpenAdmission, batch_queue, engine_of
 
 from attnserve._requests.attend import encode_attend
 from attnserve_server.devices.cuda import CudaDevice
@@ -23,9 +24,7 @@ from attnserve_server.errors import OutOfMemory, RequestError
 from attnserve_server.kernels import RAGGED_KERNELS
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.request import Request
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["device"]
@@ -130,8 +129,9 @@ def _little_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("_little_memory")
 async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice) -> None:
     """Within one engine batch: only it gets an error, and the memory that it had allocated does not block others."""
-    queue: BatchQueue[Entry] = BatchQueue(10**15, 64, 0.1)
-    engine = Engine(device, queue, Admission(100, 10**12, 10**16), Metrics("0", torch.__version__, device.name))
+    queue: BatchQueue[Entry] = batch_queue(10**15)
+    metrics = Metrics("0", torch.__version__, device.name, "")
+    engine = engine_of(device, queue, OpenAdmission(100, 10**12, 10**16), metrics)
     engine.open()
     replies: dict[Entry, Outcome | RequestError] = {}
     answered = asyncio.Event()
@@ -149,7 +149,7 @@ async def test_a_request_that_runs_out_of_memory_fails_alone(device: CudaDevice)
     huge = request_of(Case(wide, cases[0].key[:, :, :1], cases[0].value[:, :, :1], {"softcap": 1.0}))
     entries = []
     for request in (huge, *(request_of(case) for case in cases)):
-        entries.append(Entry(request, reply, 0.0, float("inf"), 0.0))
+        entries.append(Entry(request, reply, 0.0, float("inf"), 0.0, None, None))
         engine.submit(entries[-1])
     await asyncio.wait_for(answered.wait(), 60)
     engine.close()

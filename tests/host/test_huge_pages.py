@@ -53,6 +53,6 @@ def test_the_memory_stays_for_as_long_as_some_of_it_is_used() -> None:
 
 @needs_huge_pages
 def test_the_pool_of_caches_is_in_huge_pages() -> None:
-    pool = PagePool(8 << 20, 64 << 10, torch.device("cpu"))
+    pool = PagePool(8 << 20, 64 << 10, torch.device("cpu"), None)
     for address in pool.memory.page(0):
         assert "hg" in flags_at(address)

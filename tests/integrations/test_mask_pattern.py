@@ -82,29 +82,29 @@ def test_a_mask_without_a_pattern() -> None:
 def test_what_restricts_nothing_is_not_said() -> None:
     last_token = recognise(torch.ones(2, 1, 1, 9, dtype=torch.bool), query_offset=8, local_size=16)
     assert last_token is not None
-    assert last_token.options(query_length=1, kv_length=9) == {}
+    assert last_token.options(query_length=1, kv_length=9, resident=False) == {}
 
 
 def test_no_queries_and_no_keys() -> None:
     for query_length, kv_length in [(0, 3), (3, 0), (0, 0)]:
         found = recognise(torch.ones(2, 1, query_length, kv_length, dtype=torch.bool), 0, None)
         assert found is not None
-        assert found.options(query_length, kv_length) == {}
+        assert found.options(query_length, kv_length, resident=False) == {}
 
 
 def test_an_expanded_batch_is_read_once() -> None:
     causal = torch.ones(5, 5, dtype=torch.bool).tril().expand(4, 1, 5, 5)
     found = recognise(causal, 0, None)
     assert found is not None
-    assert found.options(5, 5) == {"causal": True}
+    assert found.options(5, 5, resident=False) == {"causal": True}
 
 
 def test_the_last_queries_are_aligned_without_an_offset() -> None:
     pattern = MaskPattern(causal=True, query_offset=3)
-    assert pattern.options(query_length=2, kv_length=5) == {"causal": "bottom_right"}
-    assert pattern.options(query_length=2, kv_length=6) == {"causal": True, "query_offset": 3}
+    assert pattern.options(query_length=2, kv_length=5, resident=False) == {"causal": "bottom_right"}
+    assert pattern.options(query_length=2, kv_length=6, resident=False) == {"causal": True, "query_offset": 3}
     short = MaskPattern(causal=True, query_offset=3, kv_lengths=torch.tensor([4]))
-    assert short.options(query_length=2, kv_length=5) == {
+    assert short.options(query_length=2, kv_length=5, resident=False) == {
         "causal": True,
         "query_offset": 3,
         "kv_lengths": short.kv_lengths,
@@ -114,7 +114,7 @@ def test_the_last_queries_are_aligned_without_an_offset() -> None:
 def test_an_offset_of_0_is_said_of_caches() -> None:
     """Their queries are by default the last; those of a request that brings its keys are the first."""
     pattern = MaskPattern(causal=True)
-    assert pattern.options(3, 5) == {"causal": True}
+    assert pattern.options(3, 5, resident=False) == {"causal": True}
     assert pattern.options(3, 5, resident=True) == {"causal": True, "query_offset": 0}
     assert pattern.options(5, 5, resident=True) == {"causal": "bottom_right"}
     assert MaskPattern(window=(1, 1)).options(3, 5, resident=True) == {"window": (1, 1), "query_offset": 0}

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import random_layers as make
 import torch
+from stores import store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.host.cpus import CACHE_LINE
@@ -55,7 +55,7 @@ class Decoding:
         self.shape = CacheShape(own.kv_heads, own.head_dim, own.value_dim, architecture.blocks, storage or dtype)
         half = page_tokens * own.kv_heads * max(own.head_dim, own.value_dim) * self.shape.item_bytes
         page_bytes = 2 * -(-half // CACHE_LINE) * CACHE_LINE
-        self.store = CacheStore(PAGES * page_bytes, page_bytes, PAGES)
+        self.store = store_of(PAGES, PAGES, page_bytes=page_bytes)
         self.pool = PagePool.of(device, PAGES * page_bytes, page_bytes)
 
     def _counted(self, compute: NativeCompute) -> Any:
@@ -129,7 +129,7 @@ def random_decoder(random: Random) -> Transformer:
     width, heads = random.choice((16, 48, 64)), random.choice((1, 2, 4))
     kv_heads, head_dim = random.choice([n for n in (1, 2, 4) if heads % n == 0]), random.choice((8, 20, 24))
     norm = Norm(kind=random.choice(("rms", "layer")), width=width, epsilon=1e-5)
-    rotary = Rotary(width=2 * random.randint(1, head_dim // 2), interleaved=random.random() < 0.5, offset=2)
+    rotary = Rotary(width=2 * random.randint(1, head_dim // 2), base=1e4, interleaved=random.random() < 0.5, offset=2)
     own = make.attention(
         width,
         heads,

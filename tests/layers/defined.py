@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def define(directory: Path, *tables: str) -> list[LayerSpecification]:
     path = directory / "layers.toml"
     path.write_text("".join(f"[[layers]]\n{table}\n" for table in tables))
-    return load_definitions(path, directory)
+    return load_definitions(path, directory, [])
 
 
 def one(directory: Path, text: str) -> Architecture:

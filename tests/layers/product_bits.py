@@ -16,7 +16,7 @@ COUNTS = 32, 96, 192, MAX_ROWS
 
 def depends(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Whether a row's product has other bits among more rows, or in another place."""
-    multiply = product_of(torch.randn(outputs, inputs).to(dtype), None)
+    multiply = product_of(torch.randn(outputs, inputs).to(dtype), None, None)
     rows = torch.randn(MAX_ROWS, inputs).to(dtype)
     alone = torch.cat([multiply(part.clone()) for part in torch.split(rows, ROWS)])
     return any(

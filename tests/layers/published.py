@@ -45,12 +45,12 @@ def save(directory: Path, module: nn.Module, prefix: str = "") -> None:
 def define(directory: Path, text: str) -> list[LayerSpecification]:
     path = directory / "layers.toml"
     path.write_text('[[layers]]\nname = "layer"\nfile = "model.safetensors"\n' + text)
-    return load_definitions(path, directory)
+    return load_definitions(path, directory, [])
 
 
 def loaded(directory: Path, text: str) -> tuple[LayerSpecification, dict[str, Any]]:
     (specification,) = define(directory, text)
-    parameters = load(specification, directory)
+    parameters = load(specification, directory, "cpu")
     assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == specification.architecture.shapes()
     return specification, {name: tensor.double().numpy() for name, tensor in parameters.items()}
 

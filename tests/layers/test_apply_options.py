@@ -62,7 +62,7 @@ def padded(sequences: list[Floats]) -> Floats:
 def resident(directory: Path, name: str) -> tuple[LayerSpecification, dict[str, Floats]]:
     """A layer's specification and its parameters."""
     (specification,) = load_definitions(directory / "layers.toml", directory, [name])
-    parameters = load(specification, directory)
+    parameters = load(specification, directory, "cpu")
     return specification, {key: tensor.double().numpy() for key, tensor in parameters.items()}
 
 

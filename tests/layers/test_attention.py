@@ -184,7 +184,7 @@ def test_everything_at_random(device: CpuDevice, dtype: Dtype, data: st.DataObje
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("rotary", [None, Rotary(width=16)])
+@pytest.mark.parametrize("rotary", [None, Rotary(width=16, base=1e4)])
 def test_half_precisions(device: CpuDevice, dtype: Dtype, rotary: Rotary | None) -> None:
     architecture = make.attention(64, 4, causal=True, rotary=rotary)
     drawn = [make.packed(*(make.random_rows(n, 64, n, dtype) for n in lengths)) for lengths in ((5, 40), (17,), (1, 1))]
@@ -316,7 +316,7 @@ def test_against_llamas_attention(device: CpuDevice) -> None:
         6,
         kv_heads=2,
         causal=True,
-        rotary=Rotary(width=8, offset=5),
+        rotary=Rotary(width=8, base=1e4, offset=5),
         **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias"), False),
     )
     names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -345,7 +345,7 @@ def test_the_order_of_the_context_changes_nothing(device: CpuDevice) -> None:
 
 @pytest.mark.parametrize("poison", [1e3, float("nan"), float("inf")])
 def test_causal_rows_do_not_depend_on_later_ones(device: CpuDevice, poison: float) -> None:
-    architecture = make.attention(64, 4, causal=True, rotary=Rotary(width=16))
+    architecture = make.attention(64, 4, causal=True, rotary=Rotary(width=16, base=1e4))
     layer = make.layer_of(architecture, make.random_parameters(architecture), device)
     rows = make.random_rows(21, 64, 0)
     spoilt = rows.clone()

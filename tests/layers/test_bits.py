@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "misaligned values": make.attention(40, 2, head_dim=16, value_dim=8, causal=True, key_bias=False),
     "grouped, rotary": make.attention(
-        48, 6, kv_heads=2, head_dim=8, value_dim=8, causal=True, rotary=Rotary(width=6, interleaved=True)
+        48, 6, kv_heads=2, head_dim=8, value_dim=8, causal=True, rotary=Rotary(width=6, base=1e4, interleaved=True)
     ),
     "no output projection, alibi": make.attention(
         32, 2, outputs=32, output=False, output_bias=False, alibi=(0.5, 0.25), causal=True
@@ -66,7 +66,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         block=make.block(
             33,
             4,
-            self_attention=make.attention(33, 4, kv_heads=2, head_dim=8, causal=True, rotary=Rotary(width=8)),
+            self_attention=make.attention(33, 4, kv_heads=2, head_dim=8, causal=True, rotary=Rotary(width=8, base=1e4)),
             feed_forward=FeedForward(
                 width=33, hidden=45, activation="gelu_tanh", gated=True, up_bias=False, down_bias=False
             ),
@@ -80,7 +80,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         block=make.block(
             64,
             1,
-            self_attention=make.attention(64, 1, head_dim=64, causal=True, rotary=Rotary(width=64)),
+            self_attention=make.attention(64, 1, head_dim=64, causal=True, rotary=Rotary(width=64, base=1e4)),
             feed_forward=FeedForward(width=64, hidden=192, activation="gelu", gated=True),
             norm=Norm(kind="rms", width=64, epsilon=1e-6, bias=False),
             pre_norm=True,
@@ -95,7 +95,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             2,
             crossed=True,
             self_attention=make.attention(
-                128, 2, kv_heads=1, head_dim=96, causal=True, rotary=Rotary(width=64, interleaved=True)
+                128, 2, kv_heads=1, head_dim=96, causal=True, rotary=Rotary(width=64, base=1e4, interleaved=True)
             ),
             feed_forward=FeedForward(width=128, hidden=64, activation="gelu_tanh"),
             pre_norm=True,

@@ -163,7 +163,7 @@ def test_no_path_leaves_the_model_directory(models: Path, way: str) -> None:
         inspect(models, file)
     assert not isinstance(caught.value, NoSuchFileError)  # nor does it reveal whether the file exists
     with pytest.raises(LayerError):
-        load(general_of(file), models)
+        load(general_of(file), models, "cpu")
 
 
 def general_of(file: str) -> LayerSpecification:
@@ -213,7 +213,7 @@ def test_shards(tmp_path: Path) -> None:
     assert set(inspect(tmp_path, index.name)) == set(inspect(tmp_path, ".")) == set(tensors)
     for name, tensor in tensors.items():
         layer = general_with(index.name, ParameterSource(tensor=name))
-        assert torch.equal(load(layer, tmp_path)["score.weight"], tensor)
+        assert torch.equal(load(layer, tmp_path, "cpu")["score.weight"], tensor)
 
     index.write_text(
         json.dumps({"weight_map": {**places, "other": "part-0.safetensors", "more": "part-7.safetensors"}})
@@ -249,7 +249,7 @@ def test_parameters_are_taken_turned_and_cast(
     save_file({"before": torch.ones(3), "weight": stored}, tmp_path / FILE)
     expected = (stored.T if transposed else stored)[start:stop]
     source = ParameterSource(tensor="weight", transposed=transposed, start=start, stop=stop)
-    parameters = load(general(source, len(expected), 6, dtype), tmp_path)
+    parameters = load(general(source, len(expected), 6, dtype), tmp_path, "cpu")
     assert list(parameters) == ["score.weight"]
     found = parameters["score.weight"]
     assert found.dtype == getattr(torch, dtype)
@@ -261,7 +261,7 @@ def test_parameters_are_taken_turned_and_cast(
 def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
     """A parameter is a copy: the file's owner may truncate it, and the pages of a mapping would be gone."""
     save_file({"weight": torch.ones(64, 64)}, tmp_path / FILE)
-    parameters = load(general(ParameterSource(tensor="weight"), 64, 64), tmp_path)
+    parameters = load(general(ParameterSource(tensor="weight"), 64, 64), tmp_path, "cpu")
     os.truncate(tmp_path / FILE, 0)
     assert parameters["score.weight"].sum() == 64 * 64
 
@@ -276,7 +276,7 @@ def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(LayerError) as caught:
-        read_json(tmp_path, "config.json")
+        read_json(tmp_path, "config.json", "")
     assert str(caught.value) == "config.json: expected JSON, found Permission denied"
 
     def vanish(*arguments: object, **options: object) -> NoReturn:
@@ -284,7 +284,7 @@ def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("safetensors.safe_open", vanish)
     with pytest.raises(LayerError) as caught:
-        load(general(ParameterSource(tensor="weight"), 2, 2), tmp_path)
+        load(general(ParameterSource(tensor="weight"), 2, 2), tmp_path, "cpu")
     assert str(tmp_path) not in str(caught.value)
     assert [defect.found for defect in caught.value.defects] == ["FileNotFoundError"]
 
@@ -302,7 +302,7 @@ def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
         file=FILE,
         parameters={name: ParameterSource(tensor=tensor) for name, tensor in names.items()},
     )
-    parameters = load(layer, tmp_path)
+    parameters = load(layer, tmp_path, "cpu")
     assert parameters["score.weight"].shape == parameters["bias"].shape == (4,)
     assert torch.equal(parameters["score.weight"], tensors["v"][0])
 
@@ -319,7 +319,7 @@ def test_a_matrix_with_more_axes_of_length_one(
     matrix = stored.view(6, 4)
     expected = (matrix.T if transposed else matrix)[start:stop]
     source = ParameterSource(tensor="weight", transposed=transposed, start=start, stop=stop)
-    assert torch.equal(load(general(source, *expected.shape), tmp_path)["score.weight"], expected)
+    assert torch.equal(load(general(source, *expected.shape), tmp_path, "cpu")["score.weight"], expected)
 
 
 def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
         },
     )
     with pytest.raises(LayerError) as caught:
-        load(layer, tmp_path)
+        load(layer, tmp_path, "cpu")
     told = {defect.parameter: (defect.expected, defect.found) for defect in caught.value.defects}
     assert told["query.weight"] == ("[4, 7]", "[4, 3] ('q')")
     assert told["key.weight"] == ("a tensor of float32, float16, bfloat16, float64", "'k' of I8")
@@ -356,10 +356,10 @@ def test_elements_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
     save_file({"weight": stored}, tmp_path / FILE)
     source = ParameterSource(tensor="weight")
     with pytest.raises(LayerError, match="elements within the range of float16, found one of"):
-        load(general(source, 2, 2, "float16"), tmp_path)
-    assert torch.equal(load(general(source, 2, 2, "bfloat16"), tmp_path)["score.weight"], stored.bfloat16())
+        load(general(source, 2, 2, "float16"), tmp_path, "cpu")
+    assert torch.equal(load(general(source, 2, 2, "bfloat16"), tmp_path, "cpu")["score.weight"], stored.bfloat16())
 
 
 def test_what_was_saved_is_what_safetensors_loads(models: Path) -> None:
     layer = general(ParameterSource(tensor="weight"), 2, 3)
-    assert torch.equal(load(layer, models)["score.weight"], load_file(models / FILE)["weight"])
+    assert torch.equal(load(layer, models, "cpu")["score.weight"], load_file(models / FILE)["weight"])

@@ -198,12 +198,12 @@ def test_what_is_no_file_of_definitions(tmp_path: Path, what: str) -> None:
     text = NO_DOCUMENTS[what]
     (tmp_path / "layers.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(LayerError, match=r"layers\.toml: "):
-        load_definitions(tmp_path / "layers.toml", tmp_path)
+        load_definitions(tmp_path / "layers.toml", tmp_path, [])
 
 
 def test_a_file_of_definitions_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"layers\.toml: expected a readable file, found No such file"):
-        load_definitions(tmp_path / "layers.toml", tmp_path)
+        load_definitions(tmp_path / "layers.toml", tmp_path, [])
 
 
 def test_another_key_beside_the_layers(directory: Path) -> None:
@@ -259,5 +259,5 @@ def test_any_shapes_make_a_layer_that_loads_or_defects(
     examination = examine(directory / "random.toml", directory)
     assert len(examination.layers) + bool(examination.defects) == 1
     for layer in examination.layers:
-        parameters = load(layer, directory)
+        parameters = load(layer, directory, "cpu")
         assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == layer.architecture.shapes()

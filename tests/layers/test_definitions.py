@@ -61,7 +61,7 @@ def test_dimensions_are_told_from_the_shapes(directory: Path) -> None:
 def test_what_is_loaded_is_what_the_definition_says(directory: Path) -> None:
     (layer,) = define(directory, f'name = "one"\nfile = "file.safetensors"\n{MULTI_HEAD}')
     assert isinstance(layer.architecture, Attention)
-    parameters = {name: tensor.double().numpy() for name, tensor in load(layer, directory).items()}
+    parameters = {name: tensor.double().numpy() for name, tensor in load(layer, directory, "cpu").items()}
     tensors = load_file(directory)
     rng = np.random.default_rng(1)
     x, context = rng.standard_normal((5, 12)), rng.standard_normal((6, 10))
@@ -174,7 +174,7 @@ def test_rows_parts_and_transposition(directory: Path) -> None:
     (layer,) = define(directory, text)
     assert layer.parameters["query.weight"] == ParameterSource(tensor="fused", transposed=True, start=0, stop=16)
     assert layer.parameters["value.bias"] == ParameterSource(tensor="fused_bias", start=32, stop=48)
-    tensors, loaded = load_file(directory), load(layer, directory)
+    tensors, loaded = load_file(directory), load(layer, directory, "cpu")
     for index, name in enumerate(("query", "key", "value")):
         np.testing.assert_array_equal(
             loaded[f"{name}.weight"].numpy(), tensors["fused"].T[16 * index : 16 * index + 16].astype(np.float32)
@@ -197,7 +197,7 @@ def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
         tensors = flat if axis is None else {name: tensor.unsqueeze(axis) for name, tensor in flat.items()}
         save_file(tensors, tmp_path / "file.safetensors")
         layers = define(tmp_path, *tables)
-        loaded.append(([layer.architecture for layer in layers], [load(layer, tmp_path) for layer in layers]))
+        loaded.append(([layer.architecture for layer in layers], [load(layer, tmp_path, "cpu") for layer in layers]))
     for architectures, parameters in loaded[1:]:
         assert architectures == loaded[0][0]
         for found, expected in zip(parameters, loaded[0][1], strict=True):

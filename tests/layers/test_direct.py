@@ -191,7 +191,7 @@ def test_another_dtype_is_computed_on_tensors(best: Layers) -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
-        ({"rotary": Rotary(width=8)}, "float32"),
+        ({"rotary": Rotary(width=8, base=1e4)}, "float32"),
         ({"outputs": 20}, "float32"),
         ({"inputs": 40, "contexts": 40}, "float32"),
         ({"value_dim": 7}, "float32"),
@@ -209,7 +209,7 @@ def test_layers_that_are_computed_on_tensors(best: Layers, changes: Any, dtype: 
 
 
 def test_without_the_kernel_all_is_computed_on_tensors() -> None:
-    device = CpuDevice(1, 0)
+    device = CpuDevice(1, 0, None)
     own = Layers(device)
     request = own.read("causal", ROWS)
     assert request.received is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from layer_requests import read_layer_request
+from layer_requests import read_layer_request, registry_of
+from limits import LIMITS
 from scores import WIDTH, X, write
 
 from attnserve._requests.apply import encode_apply
@@ -17,7 +19,6 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers import extent
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import LayerRequest
-from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.work import Phases
 
 NO_TIME = Phases(0, 0, 0, 0, 0)
@@ -36,7 +37,7 @@ def version_in_reply(request: LayerRequest, device: CpuDevice) -> int:
 async def registry(tmp_path: Path, devices: dict[int, CpuDevice]) -> Registry:
     """A registry with the layers of `write`."""
     write(tmp_path)
-    registry = Registry(devices[1], tmp_path)
+    registry = registry_of(devices[1], tmp_path)
     await registry.load("layers.toml")
     return registry
 
@@ -80,8 +81,8 @@ async def test_limits_hold_for_what_is_remembered(registry: Registry) -> None:
     flops = read_layer_request(registry, message()).flops
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="FLOPs"):
-            read_layer_request(registry, message(), limits=RequestLimits(max_request_flops=flops - 1))
-    assert read_layer_request(registry, message(), limits=RequestLimits(max_request_flops=flops)).flops == flops
+            read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=flops - 1))
+    assert read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=flops)).flops == flops
 
 
 async def test_no_more_is_remembered_than_there_is_room_for(

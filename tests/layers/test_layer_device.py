@@ -9,7 +9,7 @@ import random_layers as make
 import torch
 from meta_device import CUDA, META, SEVEN, MetaTransfers, NothingWaits, hollow, hollow_device
 
-from attnserve_server.devices.results import Parts
+from attnserve_server.devices.results import ReplyTensors
 from attnserve_server.kernels import efficient_cuda
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.request import run_layer
@@ -22,7 +22,7 @@ class Asked:
     def __init__(self, given: LayerInput) -> None:
         self.input = given
 
-    def arranged(self, output: LayerOutput) -> Parts:
+    def arranged(self, output: LayerOutput) -> ReplyTensors:
         return output.output, output.lse, output.scores
 
 
@@ -32,7 +32,7 @@ class Asked:
     [
         make.attention(32, 4, causal=True),
         Transformer(blocks=2, block=make.block(32, 4, self_attention=make.attention(32, 4, causal=True))),
-        make.attention(32, 4, causal=True, rotary=Rotary(width=8)),
+        make.attention(32, 4, causal=True, rotary=Rotary(width=8, base=1e4)),
     ],
     ids=["attention", "transformer", "rotary"],
 )

@@ -242,7 +242,7 @@ async def test_a_failure_of_the_servers_own_is_not_said_to_be_of_the_device() ->
     rpcs: Any = SimpleNamespace(answering=lambda name, message, answer, *roles: made.setdefault(name, answer))
     registry: Any = Broken()
     server: Any = SimpleNamespace(add_generic_rpc_handlers=lambda handlers: None)
-    LayerService(registry, rpcs, lambda: None).register(server)
+    LayerService(registry, rpcs, lambda: None, administration=True).register(server)
     with pytest.raises(ComputationFailed, match=r"the layers could not be loaded$"):
         await made["load_layers"](None, layers_pb2.LayerServiceLoadRequest(definitions="layers.toml"))
 

@@ -27,7 +27,12 @@ def stack(
     **fields: object,
 ) -> Transformer:
     """Two blocks with everything that a passage may have; `fields` are those of self-attention."""
-    attention = {"kv_heads": 2, "head_dim": 8, "causal": True, "rotary": Rotary(width=6, interleaved=gated)} | fields
+    attention = {
+        "kv_heads": 2,
+        "head_dim": 8,
+        "causal": True,
+        "rotary": Rotary(width=6, base=1e4, interleaved=gated),
+    } | fields
     forward = FeedForward(width=width, hidden=hidden, activation=activation, gated=gated)
     norm = Norm(kind="rms", width=width, epsilon=1e-6, bias=False, unit_offset=True)
     own = make.attention(width, 4, **attention)

@@ -139,12 +139,12 @@ def test_blocks_of_torch_one_by_one(tmp_path: Path) -> None:
         heads = 4
         """
     )
-    layers = {layer.name: layer for layer in load_definitions(path, tmp_path)}
+    layers = {layer.name: layer for layer in load_definitions(path, tmp_path, [])}
     assert list(layers) == ["encoder/0", "encoder/1", "decoder/1", "cross"]
     x, context = torch.randn(1, LENGTH, 24).double(), torch.randn(1, 9, 24).double()
 
     def output(name: str) -> Any:
-        parameters = {key: tensor.numpy() for key, tensor in load(layers[name], tmp_path).items()}
+        parameters = {key: tensor.numpy() for key, tensor in load(layers[name], tmp_path, "cpu").items()}
         layer = layers[name].architecture
         if isinstance(layer, Attention):
             return forward.attention(x[0].numpy(), context[0].numpy(), layer, parameters)
@@ -281,17 +281,17 @@ def test_minilm(tmp_path: Path) -> None:
         numbers = "0-5"
         """
     )
-    layers = {layer.name: layer for layer in load_definitions(path, directory)}
+    layers = {layer.name: layer for layer in load_definitions(path, directory, [])}
     assert list(layers) == ["minilm", *(f"minilm/encoder/{n}" for n in range(6))]
     architecture = layers["minilm"].architecture
     assert isinstance(architecture, Transformer)
     attention = architecture.block.self_attention
     assert (architecture.blocks, attention.heads, attention.head_dim) == (6, 12, 32)
     assert architecture.block.norm.epsilon == 1e-12
-    parameters = {name: tensor.double().numpy() for name, tensor in load(layers["minilm"], directory).items()}
+    parameters = {name: tensor.double().numpy() for name, tensor in load(layers["minilm"], directory, "cpu").items()}
     model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager", dtype=torch.float64)
     ids = torch.tensor([[101, 2023, 2003, 1037, 6251, 102]])
     close(forward.transformer(ids[0].numpy(), architecture, parameters), model(ids).last_hidden_state)
-    alone = load(layers["minilm/encoder/3"], directory)
+    alone = load(layers["minilm/encoder/3"], directory, "cpu")
     for name, tensor in alone.items():
         np.testing.assert_array_equal(tensor.numpy(), parameters[f"blocks.3.self.{name}"].astype(np.float32))

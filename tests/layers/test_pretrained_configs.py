@@ -61,7 +61,7 @@ def test_windows_of_single_blocks_follow_their_kind(tmp_path: Path) -> None:
     path.write_text(
         '[[layers]]\nname = "{n}"\npreset = "llama.attention"\nfile = "model.safetensors"\nnumbers = "0-1"\n'
     )
-    windows = [getattr(layer.architecture, "window", None) for layer in load_definitions(path, tmp_path)]
+    windows = [getattr(layer.architecture, "window", None) for layer in load_definitions(path, tmp_path, [])]
     assert windows == [(-1, -1), (3, 0)]
 
 
@@ -96,7 +96,7 @@ def test_numbers_of_blocks_that_are_none(qwen2: Path, wrong: Any) -> None:
 def test_which_blocks_have_a_window_is_by_default_what_transformers_takes(qwen2: Path, said: dict[str, None]) -> None:
     """The 29th and all after it."""
     assert config_defects(qwen2, "llama", said) == {}
-    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2)
+    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2, [])
     assert isinstance(specification.architecture, Transformer)
     attention = specification.architecture.block.self_attention
     assert attention is not None
@@ -110,7 +110,7 @@ def test_a_qwen2_has_no_window_unless_it_says_so(qwen2: Path) -> None:
     del config["use_sliding_window"]
     (qwen2 / "config.json").write_text(json.dumps(config))
     assert config_defects(qwen2, "llama", {"max_window_layers": 0}) == {}
-    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2)
+    (specification,) = load_definitions(qwen2 / "layers.toml", qwen2, [])
     assert isinstance(specification.architecture, Transformer)
     attention = specification.architecture.block.self_attention
     assert attention is not None

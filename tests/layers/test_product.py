@@ -48,8 +48,8 @@ def device(devices: dict[int, CpuDevice]) -> CpuDevice:
 
 def made(path: str, weight: torch.Tensor, bias: torch.Tensor | None) -> product.Product:
     """A product on one of the paths."""
-    library = best() if path == "as chosen here" else None
-    products = None if library is None else Products(library.instructions)
+    library = best("auto") if path == "as chosen here" else None
+    products = None if library is None else Products(library.instructions, lambda flops: Threads())
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(product, "packs", PATHS[path])
         return product_of(weight, bias, products)
@@ -170,7 +170,7 @@ def test_products_of_too_few_rows_for_all_threads_are_divided(
     threads: int, count: int, parallel: bool, helpers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The product of others is computed by ranges of rows: no thread is asked for help that has rows of its own."""
-    device = CpuDevice(threads, 0, best())
+    device = CpuDevice(threads, 0, best("auto"))
     products = products_of(device)
     assert products is not None
     multiply, found = products._multiply, []

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_requests import read_layer_request
+from layer_requests import read_layer_request, registry_of
 from scores import PATIENCE_S, X, write
 
 from attnserve._requests.apply import encode_apply
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import FailedPrecondition, NotFound, OutOfMemory
 from attnserve_server.layers import registry as registries
-from attnserve_server.layers.registry import Registry
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def directory(tmp_path: Path) -> Path:
 async def test_a_layer_lives_as_long_as_its_requests(directory: Path) -> None:
     """An unloaded layer is freed with the last of them, at once, without the garbage collector."""
     threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
+    device = CpuDevice(1, 0, None)
     try:
-        registry = Registry(device, directory, lambda sizes: None)
+        registry = registry_of(device, directory)
         await registry.load("layers.toml")
         message = b"".join(encode_apply("one", X).pieces)
         requests = [read_layer_request(registry, message) for _ in range(2)]
@@ -64,7 +63,7 @@ async def test_layers_for_which_there_is_no_memory(
 ) -> None:
     """The second of two does not fit: neither is loaded, and the existing layers stay."""
     threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
+    device = CpuDevice(1, 0, None)
     load, loads = registries.load, itertools.count()
 
     def load_one(*arguments: Any) -> Any:
@@ -73,7 +72,7 @@ async def test_layers_for_which_there_is_no_memory(
         return load(*arguments)
 
     try:
-        registry = Registry(device, directory)
+        registry = registry_of(device, directory)
         before = await registry.load("layers.toml")
         monkeypatch.setattr(registries, "load", load_one)
         with pytest.raises(OutOfMemory):
@@ -88,9 +87,9 @@ async def test_layers_for_which_there_is_no_memory(
 async def test_no_more_layers_than_there_may_be(directory: Path) -> None:
     """Existing layers may be replaced; one more is refused, and nothing is loaded."""
     threads = torch.get_num_threads()
-    device = CpuDevice(1, 0)
+    device = CpuDevice(1, 0, None)
     try:
-        registry = Registry(device, directory, max_layers=2)
+        registry = registry_of(device, directory, max_layers=2)
         await registry.load("layers.toml", ["one", "two"])
         await registry.load("layers.toml", ["two"])
         registry.max_layers = 1

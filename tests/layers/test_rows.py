@@ -92,7 +92,7 @@ def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput
 def test_positions_count_from_each_sequences_offset(requests: list[LayerInput]) -> None:
     for number, request in enumerate(requests):
         request.offsets = [10 * number + n for n in range(len(request.lengths))] if number % 2 else None
-    batch = Batch(requests, [kind for each in requests for kind in kinds_of(each, False, (-1, -1))])
+    batch = Batch(requests, [kind for each in requests for kind in kinds_of(each, False, (-1, -1))], multiple=ROWS)
     counted = batch.unpack(batch.positions(torch.device("cpu")))
     for request, positions in zip(requests, counted, strict=True):
         offsets = request.offsets or [0] * len(request.lengths)
@@ -139,7 +139,7 @@ def test_maps_side_by_side_are_each_map(dtype: Dtype, widths: tuple[int, ...]) -
     rows = make.random_rows(32, 21, 0, dtype)
     weights = [make.random_rows(width, 21, width, dtype) for width in widths]
     biases = [make.random_rows(1, width, width, dtype)[0] if place else None for place, width in enumerate(widths)]
-    together = Projection.of(weights, biases)
+    together = Projection.of(weights, biases, None)
     bound = {"float64": 1e-13, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}[dtype]
     projected = together(rows)
     for columns, weight, bias in zip(together.columns, weights, biases, strict=True):

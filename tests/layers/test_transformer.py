@@ -168,7 +168,7 @@ def test_llama(device: CpuDevice) -> None:
             6,
             kv_heads=2,
             causal=True,
-            rotary=Rotary(width=8),
+            rotary=Rotary(width=8, base=1e4),
             **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias"), False),
         ),
         cross_attention=None,

@@ -56,6 +56,11 @@ each_instructions = pytest.mark.parametrize(
 """Runs the test with each instruction set of this processor."""
 
 
+def unaided(flops: int) -> Threads:
+    """The threads for work of any size: none but the caller's."""
+    return Threads()
+
+
 class Place(NamedTuple):
     """An array's memory layout: which of its first two axes is outermost, gaps, and the first byte's address."""
 

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps
+from binding import NAN_BYTE, PACKED, Call, Place, assert_right, attend, laid, steps, unaided
 from oracle import Array
 from random_calls import random_call, sharing
 from random_messages import (
@@ -115,9 +115,9 @@ def main() -> None:
             assert_right(call, outcome)
             if number % 5 == 0:
                 product = random_product(random, room=guarded.room)
-                product.assert_right(Products(each.instructions).multiply(product.weight, product.rows))
+                product.assert_right(Products(each.instructions, unaided).multiply(product.weight, product.rows))
                 passage = random_passage(random, room=guarded.room)
-                passage.assert_right(passage.outcome(Passages(each.instructions)))
+                passage.assert_right(passage.outcome(Passages(each.instructions, unaided)))
                 layer = random_multi_head(random, room=guarded.room)
                 layer.assert_right(layer.outcome(MultiHeads(each.instructions)))
                 device = CpuDevice(1, 0, each)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from binding import unaided
 
 from attnserve_server.native import library
 from attnserve_server.native.passages import Forward, Passage, Passages
@@ -39,11 +40,11 @@ def refuse(dtype: torch.dtype, count: int) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ROOM, unlimited[1]))
     for instructions in library.available():
-        products, passages = Products(instructions), Passages(instructions)
+        products, passages = Products(instructions, unaided), Passages(instructions, unaided)
         attempts: list[Callable[[], object]] = [
             partial(products.multiply, weight, rows),
-            partial(passages.run, narrow, many[:1], rows),
-            partial(passages.run, wide, many, many),
+            partial(passages.run, narrow, many[:1], rows, None),
+            partial(passages.run, wide, many, many, None),
         ]
         for attempt in attempts * count:
             try:
@@ -52,7 +53,7 @@ def refuse(dtype: torch.dtype, count: int) -> None:
                 continue
             raise AssertionError(f"it had the memory: {attempt}")
         assert (products.multiply(small, one) == 300).all()
-        behind, _ = passages.run(Passage(width=16, dtype=dtype, output=small), many[:1], one)
+        behind, _ = passages.run(Passage(width=16, dtype=dtype, output=small), many[:1], one, None)
         assert (behind == 300).all()
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
 

@@ -140,7 +140,7 @@ def assert_reads_as_others_do(of: Messages, device: CpuDevice, message: bytes) -
     assert of.ids(asked) == [call.id for call in parsed.calls]
     _assert_adds_up(asked, parsed)
     try:
-        of.compute(asked.effort, 1, 2)
+        of.compute(asked.effort, 1, 2, 0)
     except ArithmeticError:
         assert not all((np.abs(_contents(call.attend)) < 1e3).all() for call in parsed.calls)
         return asked.requests

@@ -73,7 +73,7 @@ def test_a_unary_request_is_answered_without_an_envelope(native: Messages, devic
         message = with_other_contents(random, request).SerializeToString()
         asked = native.read_request(message)
         assert asked.requests == 1
-        native.compute(asked.effort, 0, 0)
+        native.compute(asked.effort, 0, 0, 0)
         answer = pb.AttendResponse.FromString(native.write())
         (result,) = device.run([messages.read_request(message)]).results
         assert answer.output.data == bytes(result.output)
@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_said(native: Messages, name: str) -> None:
     asked = native.read_request(message)
     assert asked.requests == 1
     with pytest.raises(ArithmeticError):
-        native.compute(asked.effort, 0, 0)
+        native.compute(asked.effort, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

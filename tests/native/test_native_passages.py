@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from binding import BFLOAT, DTYPES, each_instructions
+from binding import BFLOAT, DTYPES, each_instructions, unaided
 from bits import assert_same_bits
 from hypothesis import given, settings
 from kernel_calls import array
@@ -26,7 +26,7 @@ from attnserve_server.native.products import PackedWeight
 @given(random=randoms)
 def test_it_is_the_passage(instructions: str, random: Random) -> None:
     each = random_passage(random)
-    each.assert_right(each.outcome(Passages(instructions)))
+    each.assert_right(each.outcome(Passages(instructions, unaided)))
 
 
 @each_instructions
@@ -34,7 +34,7 @@ def test_it_is_the_passage(instructions: str, random: Random) -> None:
 @given(random=randoms)
 def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> None:
     """Not from the other rows, their number or their addresses."""
-    passages, each = Passages(instructions), random_passage(random)
+    passages, each = Passages(instructions, unaided), random_passage(random)
     first = random.randrange(len(each.rows))
     some = slice(first, random.randint(first + 1, len(each.rows)))
     whole, part = each.outcome(passages), each.outcome(passages, some)
@@ -48,7 +48,7 @@ def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> 
 def test_nor_from_who_computes_them(instructions: str, random: Random) -> None:
     """Few rows are computed step by step by all threads, many by each thread from end to end."""
     each = random_passage(random, (1, 5, 30, 130, 300))
-    alone = each.outcome(Passages(instructions))
+    alone = each.outcome(Passages(instructions, unaided))
     team = Team(3, patient=True)
     try:
         helpers = random.randint(1, 3)
@@ -63,7 +63,7 @@ def test_nor_from_who_computes_them(instructions: str, random: Random) -> None:
 @each_instructions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_stays_in_its_row(instructions: str, dtype: np.dtype[Any]) -> None:
-    passages = Passages(instructions)
+    passages = Passages(instructions, unaided)
     for seed in range(20):
         each = random_passage(Random(seed), (30,), dtype=dtype)
         clean = each.outcome(passages)
@@ -89,7 +89,7 @@ def test_activations_are_as_exact_as_float32(instructions: str, name: str) -> No
     down[16:] = torch.eye(16)
     forward = Forward(None, PackedWeight.of(up, None), name, False, PackedWeight.of(down, None), None)
     passage = Passage(width=32, dtype=torch.float32, forward=forward)
-    found = Passages(instructions).run(passage, torch.zeros_like(rows), rows)[0][:, 16:]
+    found = Passages(instructions, unaided).run(passage, torch.zeros_like(rows), rows, None)[0][:, 16:]
     expected = activated(name, given.astype(np.float64))
     # Below 1e-36 exponentials are 0; and the tanh is one of a cubic function, which float32 rounds.
     near, tiny = 1e-5 if name == "gelu_tanh" else 1e-6, 1e-36
@@ -109,7 +109,7 @@ def test_norms_of_large_and_of_equal_numbers(instructions: str) -> None:
         wide = rows.double()
         wide = wide - wide.mean(1, keepdim=True) if kind == "layer" else wide
         expected = wide / (wide.square().mean(1, keepdim=True) + 1e-12).sqrt() + bias
-        behind, found = Passages(instructions).run(passage, rows)
+        behind, found = Passages(instructions, unaided).run(passage, rows, None, None)
         assert behind is rows
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4 if kind == "layer" else 1e-5)
 
@@ -118,7 +118,7 @@ def test_norms_of_large_and_of_equal_numbers(instructions: str) -> None:
 def test_what_does_not_fit_is_refused(instructions: str) -> None:
     drawn = (random_passage(Random(seed), (4,), dtype=np.dtype(np.float32)) for seed in itertools.count())
     each = next(each for each in drawn if each.attended is not None and each.rotations is not None)
-    passages, rows, attended, rotations = Passages(instructions), each.rows, each.attended, each.rotations
+    passages, rows, attended, rotations = Passages(instructions, unaided), each.rows, each.attended, each.rotations
     assert attended is not None
     assert rotations is not None
     for name, wrong in (
@@ -136,5 +136,5 @@ def test_what_does_not_fit_is_refused(instructions: str) -> None:
 @each_instructions
 def test_no_rows_are_no_work(instructions: str) -> None:
     each = random_passage(Random(1), (3,), dtype=BFLOAT)
-    for found, expected in zip(each.outcome(Passages(instructions), slice(0, 0)), each.expected, strict=True):
+    for found, expected in zip(each.outcome(Passages(instructions, unaided), slice(0, 0)), each.expected, strict=True):
         assert found.shape == (0, expected.shape[1])

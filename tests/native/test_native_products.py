@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from binding import DTYPES, each_instructions, needs_native
+from binding import DTYPES, each_instructions, needs_native, unaided
 from bits import assert_same_bits
 from hypothesis import given, settings
 from kernel_calls import array
@@ -24,7 +24,7 @@ from attnserve_server.native.products import PackedWeight, Products
 @given(random=randoms)
 def test_it_is_the_product(instructions: str, random: Random) -> None:
     product = random_product(random)
-    product.assert_right(Products(instructions).multiply(product.weight, product.rows))
+    product.assert_right(Products(instructions, unaided).multiply(product.weight, product.rows))
 
 
 @each_instructions
@@ -32,7 +32,7 @@ def test_it_is_the_product(instructions: str, random: Random) -> None:
 @given(random=randoms)
 def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> None:
     """Not from the other rows, their number or their addresses."""
-    products, product = Products(instructions), random_product(random)
+    products, product = Products(instructions, unaided), random_product(random)
     everything = products.multiply(product.weight, product.rows)
     first = random.randrange(len(product.rows))
     last = random.randint(first + 1, len(product.rows))
@@ -45,7 +45,7 @@ def test_a_rows_bits_follow_from_it_alone(instructions: str, random: Random) -> 
 @given(random=randoms)
 def test_nor_from_the_instructions(random: Random) -> None:
     product = random_product(random)
-    one, *others = (array(Products(each).multiply(product.weight, product.rows)) for each in available())
+    one, *others = (array(Products(each, unaided).multiply(product.weight, product.rows)) for each in available())
     for other in others:
         assert_same_bits(other, one)
 
@@ -54,7 +54,7 @@ def test_nor_from_the_instructions(random: Random) -> None:
 @settings(max_examples=15)
 @given(random=randoms, helpers=...)
 def test_nor_from_who_computes_them(instructions: str, random: Random, helpers: bool) -> None:
-    products, product = Products(instructions), random_product(random, (1, 30, 113, 300))
+    products, product = Products(instructions, unaided), random_product(random, (1, 30, 113, 300))
     alone = products.multiply(product.weight, product.rows)
     team = Team(3, patient=True)
     try:
@@ -71,7 +71,7 @@ def test_nor_from_who_computes_them(instructions: str, random: Random, helpers: 
 @settings(max_examples=20)
 @given(random=randoms)
 def test_a_part_has_the_bits_of_the_whole(instructions: str, random: Random) -> None:
-    products, product = Products(instructions), random_product(random)
+    products, product = Products(instructions, unaided), random_product(random)
     panels = product.weight.outputs // 16
     begin = random.randrange(panels)
     columns = slice(16 * begin, 16 * random.randint(begin + 1, panels))
@@ -83,7 +83,7 @@ def test_a_part_has_the_bits_of_the_whole(instructions: str, random: Random) -> 
 @each_instructions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_stays_in_its_row(instructions: str, dtype: np.dtype[Any]) -> None:
-    products, product = Products(instructions), random_product(Random(3), (30,), dtype=dtype)
+    products, product = Products(instructions, unaided), random_product(Random(3), (30,), dtype=dtype)
     clean = products.multiply(product.weight, product.rows)
     product.rows[7, 0], product.rows[20] = torch.inf, torch.nan
     found = products.multiply(product.weight, product.rows)
@@ -96,7 +96,7 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str, dtype: np.dtype[
 @each_instructions
 def test_rows_of_any_strides(instructions: str) -> None:
     """Such as the rows of a transposed matrix; or no rows at all."""
-    products, weight = Products(instructions), torch.randn(32, 40)
+    products, weight = Products(instructions, unaided), torch.randn(32, 40)
     packed = PackedWeight.of(weight, None)
     rows = torch.randn(40, 9).T
     np.testing.assert_allclose(products.multiply(packed, rows), rows @ weight.T, rtol=0, atol=1e-4)
@@ -109,13 +109,13 @@ def test_a_packed_weight_is_a_copy(instructions: str) -> None:
     packed, rows = PackedWeight.of(weight, bias), torch.randn(3, 8)
     expected = rows @ weight.T + bias
     weight.zero_()
-    np.testing.assert_allclose(Products(instructions).multiply(packed, rows), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(Products(instructions, unaided).multiply(packed, rows), expected, rtol=0, atol=1e-5)
 
 
 @each_instructions
 def test_sums_are_rounded_once_and_to_the_nearest(instructions: str) -> None:
     """Also to infinity, to subnormal numbers and to 0; a NaN stays one, whatever its bits."""
-    products, one = Products(instructions), torch.ones(1, 1)
+    products, one = Products(instructions, unaided), torch.ones(1, 1)
     bias = torch.tensor(
         [65519.0, 65520.0, -1e30, 3.4e38, 1 + 2**-11, 1 + 3 * 2**-11, 6e-8, 2e-8, 1e-45, torch.nan] + [0.0] * 6
     )
@@ -131,4 +131,4 @@ def test_rows_that_do_not_fit_the_weight_are_refused(instructions: str) -> None:
     packed = PackedWeight.of(torch.zeros(16, 8, dtype=torch.float16), None)
     for rows in (torch.zeros(2, 8), torch.zeros(2, 9, dtype=torch.float16)):
         with pytest.raises(ValueError, match=r"expected 8 columns of torch\.float16, got [89] of torch"):
-            Products(instructions).multiply(packed, rows)
+            Products(instructions, unaided).multiply(packed, rows)

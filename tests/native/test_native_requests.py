@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Thread
 from threading import enumerate as enumerate_threads
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import messages
 import numpy as np
 import pytest
+from limits import LIMITS
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
-from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.request import Request
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -24,14 +25,14 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native kerne
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CpuDevice]:
-    device = CpuDevice(2, 0, library.best())
+    device = CpuDevice(2, 0, library.best("auto"))
     yield device
     device.close()
 
 
 def request(seed: int, batch: int, **options: Any) -> Request:
     data = messages.random_attend(seed, 3, batch=batch, return_lse=True, **options).SerializeToString()
-    return messages.read_request(data, limits=RequestLimits(max_sequences=2 * requests.MOST_SEQUENCES))
+    return messages.read_request(data, limits=replace(LIMITS, max_sequences=2 * requests.MOST_SEQUENCES))
 
 
 def test_each_of_many_sequences_has_the_bits_that_it_has_alone(device: CpuDevice) -> None:
@@ -132,7 +133,7 @@ def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
     (expected,) = device.run([asked]).results
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", start)
-        lonely = CpuDevice(2, 0, library.best())
+        lonely = CpuDevice(2, 0, library.best("auto"))
     (found,) = lonely.run([asked]).results
     lonely.close()
     assert bytes(found.output) == bytes(expected.output)
@@ -176,7 +177,7 @@ def test_who_finds_the_team_at_work_computes_alone(device: CpuDevice) -> None:
 
 def test_a_team_ends_with_its_device() -> None:
     before = set(enumerate_threads())
-    device = CpuDevice(4, 0, library.best())
+    device = CpuDevice(4, 0, library.best("auto"))
     helpers = set(enumerate_threads()) - before
     assert len(helpers) == 3
     device.close()

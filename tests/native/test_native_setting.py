@@ -51,7 +51,7 @@ def test_it_is_here_where_tests_must_not_be_skipped() -> None:
 
 def test_the_best_is_taken_unless_another_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     names = {"AVX-512": "avx512", "AVX2": "avx2"}
-    assert instructions(open_device("cpu", 1, 0)) == (library.available() or (None,))[0]
+    assert instructions(open_device("cpu", 1, 0, "auto")) == (library.available() or (None,))[0]
     assert instructions(open_device("cpu", 1, 0, "off")) is None
     for name in library.available():
         assert instructions(open_device("cpu", 1, 0, names[name])) == name

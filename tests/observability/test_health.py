@@ -10,16 +10,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpcs import due_messages, new_metrics, rpcs_of
 
-from attnserve_server.access.callers import Callers
 from attnserve_server.no_room import too_many_unsent
 from attnserve_server.observability.health import Health
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc import messages_due
 from attnserve_server.rpc.health_service import HealthService
-from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
-from attnserve_server.rpc.rpcs import Rpcs
 
 SERVICES = ("attnserve.v1.AttentionService", "attnserve.v1.CacheService", "attnserve.v1.LayerService")
 READINESS = ("", "readiness", *SERVICES)
@@ -40,8 +37,8 @@ async def health() -> Health:
 @pytest.fixture
 async def server(health: Health) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
-    HealthService(health, rpcs, OpenRpcs(OF_ONE, OF_ALL), MessagesDue(UNSENT)).register(server)
+    rpcs = rpcs_of(new_metrics())
+    HealthService(health, rpcs, OpenRpcs(OF_ONE, OF_ALL), due_messages(UNSENT)).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield server, port
@@ -81,8 +78,8 @@ async def test_a_call_whose_message_does_not_come_is_refused_once_there_are_enou
 
 async def test_a_message_may_not_take_long(health: Health) -> None:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
-    HealthService(health, rpcs, OpenRpcs(OF_ONE), MessagesDue(max_time=0.05)).register(server)
+    rpcs = rpcs_of(new_metrics())
+    HealthService(health, rpcs, OpenRpcs(OF_ONE), due_messages(max_time=0.05)).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -98,8 +95,8 @@ async def test_where_many_messages_are_due_few_may_take_long(health: Health, mon
     """One of a connection may here; and nobody is refused whose message comes with its call."""
     monkeypatch.setattr(messages_due, "CROWDED_S", 2.0)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
-    due = MessagesDue(max_time=600, unhurried=OpenRpcs(1, 2, too_many_unsent))
+    rpcs = rpcs_of(new_metrics())
+    due = due_messages(max_time=600, unhurried=OpenRpcs(1, 2, too_many_unsent))
     HealthService(health, rpcs, OpenRpcs(OF_ONE), due).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

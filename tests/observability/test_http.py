@@ -15,12 +15,13 @@ import certificates
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from rpcs import ANYBODY, new_metrics
 
-from attnserve_server.access.callers import Callers
 from attnserve_server.access.tls import ServerTls
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.refusals import Refusals
 from attnserve_server.settings.units import parse_address
 from attnserve_server.start_errors import ListenError
 
@@ -39,8 +40,8 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    metrics, health = Metrics("1.2.3", "2.13.0", "cpu"), Health()
-    server = HttpServer("127.0.0.1:0", metrics.registry, health, Callers(), patience_s=1.5)
+    metrics, health = Metrics("1.2.3", "2.13.0", "cpu", ""), Health()
+    server = HttpServer("127.0.0.1:0", metrics.registry, health, ANYBODY, None, Refusals(), patience_s=1.5)
     address = parse_address(await server.start())
     assert address.host == "127.0.0.1"
     yield Served(address.port, metrics, health)
@@ -188,7 +189,7 @@ async def test_a_peer_that_never_closes_is_cut_off(served: Served) -> None:
 @pytest.mark.parametrize("turns", range(8))
 async def test_stopping_ends_open_connections(turns: int) -> None:
     """However far the server has got with accepting one, which takes some turns of this event loop."""
-    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), patience_s=60)
+    server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, None, Refusals(), patience_s=60)
     address = parse_address(await server.start())
     with socket.create_connection(address) as connection:
         connection.setblocking(False)
@@ -205,7 +206,7 @@ async def test_stopping_ends_open_connections(turns: int) -> None:
 async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
     issued = certificates.Authority(tmp_path).issue_for_server()
     tls = ServerTls(issued.certificate, issued.key, None).http_context()
-    server = HttpServer("127.0.0.1:0", Metrics("", "", "cpu").registry, Health(), Callers(), tls, patience_s=60)
+    server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, tls, Refusals(), patience_s=60)
     address = parse_address(await server.start())
     with socket.create_connection(address) as silent:
         # The server completes this handshake only after it has accepted the earlier connection.
@@ -223,10 +224,10 @@ def unverified() -> ssl.SSLContext:
 
 
 async def test_a_taken_port_is_an_error() -> None:
-    registry, health = Metrics("", "", "cpu").registry, Health()
-    first = HttpServer("127.0.0.1:0", registry, health, Callers())
+    registry, health = new_metrics().registry, Health()
+    first = HttpServer("127.0.0.1:0", registry, health, ANYBODY, None, Refusals())
     address = await first.start()
-    second = HttpServer(address, registry, health, Callers())
+    second = HttpServer(address, registry, health, ANYBODY, None, Refusals())
     with pytest.raises(ListenError, match=f"^http_listen: cannot listen on {address}: Address already in use$"):
         await second.start()
     await second.stop()
@@ -234,8 +235,8 @@ async def test_a_taken_port_is_an_error() -> None:
 
 
 async def test_a_name_that_is_not_known_is_an_error() -> None:
-    registry, health = Metrics("", "", "cpu").registry, Health()
-    server = HttpServer("nobody.has.this.name.invalid:0", registry, health, Callers())
+    registry, health = new_metrics().registry, Health()
+    server = HttpServer("nobody.has.this.name.invalid:0", registry, health, ANYBODY, None, Refusals())
     with pytest.raises(ListenError) as caught:
         await server.start()
     assert isinstance(caught.value.__cause__, socket.gaierror)

@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from stores import append
+from stores import PAGE_BYTES, append, store_of
 
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import RequestError
 from attnserve_server.observability import metrics as declared
 from attnserve_server.observability.counter import Counter
@@ -45,9 +44,9 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def test_requests_are_counted_by_operation_and_code(metrics: Metrics) -> None:
-    metrics.finished("attend", "OK", 0.5)
-    metrics.finished("attend_stream", "OK", 2e-5)
-    metrics.finished("attend_stream", "INVALID_ARGUMENT", 1e-6)
+    metrics.finished("attend", "OK", 0.5, 1)
+    metrics.finished("attend_stream", "OK", 2e-5, 1)
+    metrics.finished("attend_stream", "INVALID_ARGUMENT", 1e-6, 1)
     name = "attnserve_requests_total"
     assert value(metrics, name, operation="attend", code="OK") == 1
     assert value(metrics, name, operation="attend_stream", code="OK") == 1
@@ -63,7 +62,7 @@ def test_requests_are_counted_by_operation_and_code(metrics: Metrics) -> None:
 
 def test_a_code_that_nobody_declared_makes_no_series(metrics: Metrics) -> None:
     with pytest.raises(KeyError):
-        metrics.finished("attend", "a caller's invention", 0.1)
+        metrics.finished("attend", "a caller's invention", 0.1, 1)
     with pytest.raises(KeyError):
         metrics.stream_failed("a caller's invention")
     assert "invention" not in generate_latest(metrics.registry).decode()
@@ -216,7 +215,7 @@ def test_what_callers_have_in_flight_is_read_by_their_names(metrics: Metrics) ->
 
 def test_what_the_caches_of_callers_hold_is_read_by_their_names(metrics: Metrics) -> None:
     """When their leases have ended, nothing."""
-    store = CacheStore(100 * 4096, 4096, 10)
+    store = store_of(100, 10, page_bytes=4096)
     now = 0.0
     metrics.watch_caches(store, lambda: now)
     shape = CacheShape(1, 16, 16, 1, "float32")
@@ -249,13 +248,13 @@ def test_build_and_process(metrics: Metrics) -> None:
 
 
 def test_two_servers_share_nothing(metrics: Metrics) -> None:
-    other = Metrics("1.2.3", "2.13.0", "cpu")
+    other = Metrics("1.2.3", "2.13.0", "cpu", "")
     metrics.received(1)
     assert value(other, "attnserve_received_bytes_total") == 0
 
 
 def test_names_follow_the_conventions(metrics: Metrics) -> None:
-    metrics.watch_caches(CacheStore(1 << 20, 1 << 12, 10))
+    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12))
     families = list(parse_text(generate_latest(metrics.registry).decode()))
     assert len(families) > 20
     for family in families:
@@ -268,7 +267,7 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
 def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
     metrics.phases((1e-5, 2e-5, 3e-5, 4e-5, 5e-5))
     metrics.batch(1, 1e6, 16, 0.0, {"flash": 1})
-    metrics.watch_caches(CacheStore(1 << 20, 1 << 12, 10))
+    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12))
     encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     families = {family.name: family for family in parse_openmetrics(encode(metrics.registry).decode())}
@@ -295,16 +294,15 @@ def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], time
             generate_latest(registry)
     (family,) = parse_text(generate_latest(registry).decode())
     read = {(s.name, s.labels["kind"], s.labels.get("le")): s.value for s in family.samples}
-    for place, bound in enumerate([*map(str, bounds), "+Inf"]):
-        assert read["h_bucket", "a", bound] == sum(counts[: place + 1])
+    for rank, bound in enumerate([*map(str, bounds), "+Inf"]):
+        assert read["h_bucket", "a", bound] == sum(counts[: rank + 1])
         assert read["h_bucket", "b", bound] == 0
     assert read["h_count", "a", None] == sum(counts)
     assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
 
 
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
-    page = 256  # four tokens of one head, 8 wide, float32
-    store = CacheStore(10 * page, page, max_caches=2)
+    store = store_of(10, max_caches=2)
     now = 0.0
     metrics.watch_caches(store, lambda: now)
 
@@ -312,7 +310,7 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
         return value(metrics, f"attnserve_{name}", **labels)
 
     def pool() -> list[float]:
-        return [read("cache_pool_bytes", state=state) / page for state in ("free", "reserved", "used")]
+        return [read("cache_pool_bytes", state=state) / PAGE_BYTES for state in ("free", "reserved", "used")]
 
     assert pool() == [10, 0, 0]
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=0.0)
@@ -324,11 +322,11 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     fork = store.fork(cache, 100.0, 1.0)
     assert pool() == [7, 0, 3]
     assert [read(name) for name in ("caches", "cache_tokens", "cache_forks_total")] == [2, 18, 1]
-    assert read("cache_shared_bytes_saved") == 3 * page
+    assert read("cache_shared_bytes_saved") == 3 * PAGE_BYTES
     assert [read(f"cache_{name}_total") for name in ("creations", "appends", "appended_tokens")] == [1, 1, 9]
     store.truncate(fork, 4)
     assert read("cache_truncations_total") == 1
-    assert read("cache_shared_bytes_saved") == page
+    assert read("cache_shared_bytes_saved") == PAGE_BYTES
     now = 50.0
     store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=now)
     reasons = ("lease", "pages", "caches")
@@ -340,7 +338,7 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
 
 
 def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> None:
-    store = CacheStore(2560, 256, max_caches=2)
+    store = store_of(10, max_caches=2)
     now = 0.0
     metrics.watch_caches(store, lambda: now)
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=now)

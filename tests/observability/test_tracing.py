@@ -13,6 +13,7 @@ import pytest
 from collector import attributes, collector
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from rpcs import new_metrics
 
 from attnserve_server.observability import tracing
 from attnserve_server.settings.config import Config
@@ -197,14 +198,13 @@ def test_opentelemetrys_own_variables_say_where_too(environ: dict[str, str], end
 
 @pytest.mark.parametrize("infix", ["", "_TRACES"])
 def test_a_protocol_that_turns_tracing_off_is_told(infix: str, caplog: pytest.LogCaptureFixture) -> None:
-    from attnserve_server.observability.metrics import Metrics
 
     protocol = {f"OTEL_EXPORTER_OTLP{infix}_PROTOCOL": "http/protobuf"}
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"} | protocol
     for unmeant in (protocol, environ | {"OTEL_SDK_DISABLED": "true"}, environ | {"OTEL_TRACES_EXPORTER": "none"}):
-        assert tracing.open_tracing(Config(), unmeant, Metrics("0", "0", "cpu"), "cpu") is None
+        assert tracing.open_tracing(Config(), unmeant, new_metrics(), "cpu") is None
     assert caplog.messages == []
-    assert tracing.open_tracing(Config(), environ, Metrics("0", "0", "cpu"), "cpu") is None
+    assert tracing.open_tracing(Config(), environ, new_metrics(), "cpu") is None
     assert caplog.messages == [
         f"tracing is off: OTEL_EXPORTER_OTLP{infix}_PROTOCOL is http/protobuf, and spans are sent by gRPC only"
     ]
@@ -228,13 +228,12 @@ def test_a_batch_that_fails_is_an_error_with_the_name_of_its_kind() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import StatusCode
 
-    from attnserve_server.observability.metrics import Metrics
     from attnserve_server.scheduling.entry import Entry
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    recording = tracing.Tracing(provider.get_tracer("tests"), 1.0, Metrics("0", "0", "cpu"), "cpu")
+    recording = tracing.Tracing(provider.get_tracer("tests"), 1.0, new_metrics(), "cpu", lambda: None)
     trace = recording.begin("apply_stream", None, 1.0)
     assert trace is not None
     ignored: Any = None

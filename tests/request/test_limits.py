@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import calls
@@ -11,11 +12,12 @@ import messages
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2
+from limits import LIMITS
 
 from attnserve import Client, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.requests.limits import CPU_REQUEST_FLOPS, RequestLimits, default_request_flops
+from attnserve_server.requests.limits import CPU_REQUEST_FLOPS, default_request_flops
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 def read(message: pb.AttendRequest, **limits: int) -> None:
     data = message.SerializeToString()
-    messages.read_request(data, 0, len(data), RequestLimits(**limits))
+    messages.read_request(data, 0, len(data), replace(LIMITS, **limits))
 
 
 def packed(sequences: int) -> pb.AttendRequest:
@@ -77,7 +79,7 @@ def test_a_limit_is_the_most_that_passes(
 
 def test_headers_are_remembered_for_each_server_apart() -> None:
     """Two servers in one process: a request that one accepts may be refused by the other."""
-    generous, strict = RequestLimits(), RequestLimits(max_rank=3)
+    generous, strict = LIMITS, replace(LIMITS, max_rank=3)
     data = ATTEND.SerializeToString()
     for _ in range(3):
         messages.read_request(data, 0, len(data), generous)

@@ -8,13 +8,12 @@ import messages
 import numpy as np
 import pytest
 import torch
-from layer_requests import read_layer_request
+from layer_requests import read_layer_request, registry_of
 from safetensors.torch import save_file
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.layers.registry import Registry
 from attnserve_server.requests.reply import Timed
 from attnserve_server.requests.work import Phases, Work
 
@@ -40,7 +39,7 @@ async def work(request: pytest.FixtureRequest, tmp_path: Path, device: CpuDevice
         return messages.read(messages.random_attend(0, return_lse=True, return_scores=pb.SCORE_STAGE_WEIGHTS))
     save_file({"weight": torch.randn(4, 4)}, tmp_path / "weights.safetensors")
     (tmp_path / "layers.toml").write_text(DEFINITION)
-    registry = Registry(device, tmp_path)
+    registry = registry_of(device, tmp_path)
     await registry.load("layers.toml")
     message = pb.ApplyRequest(
         layer="score",

@@ -9,13 +9,12 @@ import pytest
 from calls import ANY_LENGTH, PATIENCE_S
 from dam import Dam
 from grpc import aio, method_handlers_generic_handler
+from rpcs import new_metrics, rpcs_of
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Caller, Callers
+from attnserve_server.access.callers import Caller
 from attnserve_server.errors import Overloaded
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.caller_turns import MOST_WAITING, CallerTurns
-from attnserve_server.rpc.rpcs import Rpcs
 
 
 async def test_turns_come_in_order_and_one_caller_does_not_wait_for_another() -> None:
@@ -93,7 +92,7 @@ async def test_a_caller_who_does_not_read_a_reply_waits_for_the_next() -> None:
         first.set()
         return bytes(8 << 20)
 
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    rpcs = rpcs_of(new_metrics())
     handler = rpcs.answering("list", pb.ServerInfoRequest, answer, "use", one_at_a_time=True)
     server = aio.server()
     server.add_generic_rpc_handlers((method_handlers_generic_handler("test.Test", {"List": handler}),))

@@ -42,7 +42,7 @@ class Path:
     """An engine and its fast path."""
 
     def __init__(self, device: CpuDevice, **limits: Any) -> None:
-        native = library.best()
+        native = library.best("auto")
         assert native is not None
         self.device = device
         self.bench = Bench(device, **limits)
@@ -81,7 +81,7 @@ class Path:
 
 @pytest.fixture
 def device(torch_threads: None) -> Iterator[CpuDevice]:
-    device = CpuDevice(1, INLINE, library.best())
+    device = CpuDevice(1, INLINE, library.best("auto"))
     yield device
     device.close()
 

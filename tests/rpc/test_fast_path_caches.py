@@ -53,7 +53,7 @@ class Path:
 
 @pytest.fixture
 async def path(torch_threads: None) -> AsyncIterator[Path]:
-    device = CpuDevice(1, INLINE, library.best())
+    device = CpuDevice(1, INLINE, library.best("auto"))
     path = Path(device)
     yield path
     path.caches.assert_at_rest()

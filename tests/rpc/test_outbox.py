@@ -46,7 +46,7 @@ class Sending:
     def __init__(self) -> None:
         self.bench = Bench(HeldDevice(BESIDE))
         self.context: Any = Unread()
-        self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics)
+        self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics, None)
 
     def put(self, number: int) -> None:
         """Adds a reply to a request that the server still holds."""

@@ -17,9 +17,9 @@ from frames import HEADERS, MAX_STREAMS, Connection
 from grpc import StatusCode, aio
 from grpc._cython import cygrpc
 from loopback import loopback
+from settled import settings_of
 
 from attnserve import TLS, Client
-from attnserve._settings.config import Settings
 from attnserve_server.rpc import port
 from attnserve_server.rpc.port import bind, channel_options
 from attnserve_server.rpc.stream_life import StreamLife
@@ -35,7 +35,7 @@ NAME = "name.test"
 
 def test_grpc_knows_every_option() -> None:
     """GRPC ignores unknown options silently: because of one, idle callers were disconnected for their pings."""
-    settings = Settings("name:1", "stream", None, 0, 1, (), tls=TLS(server_name="other"))
+    settings = settings_of("name:1", tls=TLS(server_name="other"))
     server = [*channel_options(Config()), *StreamLife(age=1.0, grace=1.0).channel_options]
     core = Path(cygrpc.__file__).read_bytes()
     names = {name for name, _ in (*settings.channel_options("name:1"), *server)}

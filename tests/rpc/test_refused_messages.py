@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from calls import PATIENCE_S
 from grpc import aio, method_handlers_generic_handler
+from rpcs import new_metrics, rpcs_of
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Caller, Callers
+from attnserve_server.access.callers import Caller
 from attnserve_server.errors import InvalidRequest, error_for_caller
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.rpc.rpcs import Received, Rpcs
+from attnserve_server.rpc.rpcs import Received
 
 
 class Part:
@@ -43,7 +43,7 @@ async def test_a_unary_call_that_is_refused(plain: bool) -> None:
         unreadable(b"", seen)
         return b""
 
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    rpcs = rpcs_of(new_metrics())
     handler = (
         rpcs.answering("server_info", pb.ServerInfoRequest, answer_plain, "use")
         if plain

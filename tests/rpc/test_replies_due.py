@@ -15,15 +15,13 @@ import pytest
 from frames import HEADERS, Connection
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpcs import due_messages, new_metrics, rpcs_of
 
-from attnserve_server.access.callers import Callers
 from attnserve_server.errors import Overloaded
 from attnserve_server.observability.health import Health
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.health_service import HealthService
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.replies_due import OF_CONNECTION, RepliesDue
-from attnserve_server.rpc.rpcs import Rpcs
 
 if TYPE_CHECKING:
     from conftest import Server
@@ -75,9 +73,9 @@ class Small(NamedTuple):
 @pytest.fixture
 async def small() -> AsyncIterator[Small]:
     server = aio.server(options=[("grpc.so_reuseport", 0)])
-    rpcs = Rpcs(Callers(), Metrics("0", "0", "cpu"))
+    rpcs = rpcs_of(new_metrics())
     rpcs.replies_due = RepliesDue(OF_ONE, OF_ALL)
-    HealthService(Health(), rpcs, OpenRpcs(1)).register(server)
+    HealthService(Health(), rpcs, OpenRpcs(1), due_messages()).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield Small(f"127.0.0.1:{port}", rpcs.replies_due)

@@ -14,14 +14,13 @@ import messages
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
 from google.protobuf.message import Message
+from rpcs import streams_of
 
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Caller, Callers, anybody
+from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc import reading_turns, stream
-from attnserve_server.rpc.endings import Endings
-from attnserve_server.rpc.reading_turns import ReadingTurns
-from attnserve_server.rpc.stream import CallStream, Streams
+from attnserve_server.rpc.stream import CallStream
 
 __all__ = ["torch_threads"]
 
@@ -67,15 +66,12 @@ class Reading:
         self.calls = CALLS * len(callers)
         self.contexts: list[Any] = [ListedContext(pb.AttendStreamRequest(calls=many)) for _ in callers]
         self.context = self.contexts[0]
-        streams = Streams(
-            engine=self.bench.engine,
-            metrics=self.bench.metrics,
-            readers={"attend": self._read},
-            callers=Callers(),
+        streams = streams_of(
+            self.bench.engine,
+            self.bench.metrics,
+            {"attend": self._read},
             max_message_calls=CALLS,
             max_unanswered=10 * CALLS,
-            endings=Endings(self.bench.metrics),
-            reading_turns=ReadingTurns(),
         )
         self.streams = [
             CallStream(streams, anybody(caller), context)

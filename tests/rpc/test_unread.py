@@ -19,14 +19,12 @@ import soon_ending
 from conftest import POOL, Server
 from dam import Dam
 from google.rpc import code_pb2, error_details_pb2
+from rpcs import ANYBODY, endings_of, new_metrics
 
 from attnserve import Client, OverloadedError
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.access.callers import Callers
 from attnserve_server.errors import RepliesUnread
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc import unread
-from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.unread import UnreadReplies
 
 OPTIONS = (
@@ -272,7 +270,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def replies(max_time: float = 30.0) -> UnreadReplies:
-    return UnreadReplies(max_time, Callers(), Endings(Metrics("0", "0", "cpu")))
+    return UnreadReplies(max_time, ANYBODY, endings_of(new_metrics()))
 
 
 class Late:

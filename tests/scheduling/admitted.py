@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from engines import OpenAdmission
 from waiting import work
 
 from attnserve_server.errors import Overloaded
-from attnserve_server.scheduling.admission import Admission
 
 ME, OTHER = "me", "another"
 
 
-def counts(admission: Admission) -> tuple[int, int, int]:
+def counts(admission: OpenAdmission) -> tuple[int, int, int]:
     return admission.requests, admission.bytes, admission.flops
 
 
-def refused(admission: Admission, size: int, flops: int, caller: str = ME) -> Overloaded:
+def refused(admission: OpenAdmission, size: int, flops: int, caller: str = ME) -> Overloaded:
     """The error of a refused request; refusing it must not have counted anything."""
     before = counts(admission)
     with pytest.raises(Overloaded) as caught:
@@ -26,33 +26,33 @@ def refused(admission: Admission, size: int, flops: int, caller: str = ME) -> Ov
     return caught.value
 
 
-def compute(flops: int, seconds: float) -> Callable[[Admission], None]:
-    def measure(admission: Admission) -> None:
+def compute(flops: int, seconds: float) -> Callable[[OpenAdmission], None]:
+    def measure(admission: OpenAdmission) -> None:
         admission.pace.learn(work(1, flops), seconds)
 
     return measure
 
 
-def at(flops: int, seconds: float) -> Callable[[Admission], None]:
+def at(flops: int, seconds: float) -> Callable[[OpenAdmission], None]:
     """Measurements that say that so many FLOPs take so many seconds."""
 
-    def measure(admission: Admission) -> None:
+    def measure(admission: OpenAdmission) -> None:
         for _ in range(200):
             compute(flops, seconds)(admission)
 
     return measure
 
 
-def queue_of(count: int, seconds: float, max_queue_time: float, caller: str = ME) -> Admission:
+def queue_of(count: int, seconds: float, max_queue_time: float, caller: str = ME) -> OpenAdmission:
     """An admission with `count` requests in flight that take `seconds` each."""
-    admission = Admission(10**6, 10**9, 10**18, max_queue_time=max_queue_time)
+    admission = OpenAdmission(10**6, 10**9, 10**18, max_queue_time=max_queue_time)
     at(10**9, seconds)(admission)
     for _ in range(count):
         admission.admit(caller, 1, 10**9)
     return admission
 
 
-def flood(admission: Admission, caller: str, size: int, flops: int) -> Overloaded:
+def flood(admission: OpenAdmission, caller: str, size: int, flops: int) -> Overloaded:
     """Sends requests of one caller until one is refused; returns the error."""
     while True:
         try:

@@ -14,14 +14,13 @@ from time import perf_counter
 from typing import Any
 
 from engine_bench import PATIENCE_S
+from engines import OpenAdmission, batch_queue, engine_of
+from rpcs import new_metrics
 
 from attnserve_server.devices.failures import Blame
 from attnserve_server.errors import RequestError
-from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 
@@ -162,10 +161,10 @@ class PairBench:
         self, max_batch_requests: int = 64, max_batch_flops: int = 10**12, device: PairDevice | None = None
     ) -> None:
         self.device: Any = device or PairDevice()
-        self.admission = Admission(10**6, 10**12, 10**15)
-        self.metrics = Metrics("0", "0", "cpu")
-        self.queue: BatchQueue[Entry] = BatchQueue(max_batch_flops, max_batch_requests, 0.1, self.admission.pace)
-        self.engine = Engine(self.device, self.queue, self.admission, self.metrics)
+        self.admission = OpenAdmission(10**6, 10**12, 10**15)
+        self.metrics = new_metrics()
+        self.queue: BatchQueue[Entry] = batch_queue(max_batch_flops, max_batch_requests, pace=self.admission.pace)
+        self.engine = engine_of(self.device, self.queue, self.admission, self.metrics)
         self.engine.open()
         self.replies: dict[Entry, list[Outcome | RequestError]] = {}
         self._answered = asyncio.Event()
@@ -174,7 +173,7 @@ class PairBench:
         """Submits requests within one turn of the event loop."""
         entries = []
         for request in requests:
-            entry = Entry(request, self._reply, perf_counter(), deadline, 0.0, "me")  # type: ignore[arg-type]
+            entry = Entry(request, self._reply, perf_counter(), deadline, 0.0, "me", None)  # type: ignore[arg-type]
             self.engine.submit(entry)
             self.replies[entry] = []
             entries.append(entry)

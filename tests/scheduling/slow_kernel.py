@@ -33,7 +33,7 @@ def main() -> None:
     """Runs the server."""
     config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)
-    run(config, lambda config: SlowDevice(config.threads or usable_cpus(), config.inline_flops))
+    run(config, lambda config: SlowDevice(config.threads or usable_cpus(), config.inline_flops, None))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from admitted import ME, OTHER, at, counts, flood, queue_of, refused
+from engines import OpenAdmission
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import work
@@ -20,7 +21,6 @@ from attnserve_server.scheduling.admission import (
     MIN_RETRY_DELAY,
     SHARE,
     UNREAD_RETRY_DELAY,
-    Admission,
 )
 
 
@@ -28,7 +28,7 @@ from attnserve_server.scheduling.admission import (
     ("bound", "size", "flops"), [("requests", 0, 0), ("bytes", 60, 0), ("flops", 0, 600)], ids=lambda value: str(value)
 )
 def test_each_bound_refuses_what_is_beyond_it_and_counts_nothing(bound: str, size: int, flops: int) -> None:
-    admission = Admission(max_requests=2, max_bytes=119, max_flops=1199)
+    admission = OpenAdmission(max_requests=2, max_bytes=119, max_flops=1199)
     admission.admit(ME, 60, 600)
     if bound == "requests":
         admission.admit(ME, 0, 0)
@@ -37,14 +37,14 @@ def test_each_bound_refuses_what_is_beyond_it_and_counts_nothing(bound: str, siz
 
 
 def test_a_bound_can_be_reached_exactly() -> None:
-    admission = Admission(max_requests=2, max_bytes=100, max_flops=1000)
+    admission = OpenAdmission(max_requests=2, max_bytes=100, max_flops=1000)
     admission.admit(ME, 40, 400)
     admission.admit(ME, 60, 600)
     assert counts(admission) == (2, 100, 1000)
 
 
 def test_room_comes_back_in_two_steps() -> None:
-    admission = Admission(max_requests=1, max_bytes=100, max_flops=1000)
+    admission = OpenAdmission(max_requests=1, max_bytes=100, max_flops=1000)
     admission.admit(ME, 100, 1000)
     assert admission.seconds > 0
     admission.computed(ME, 100, 1000)
@@ -60,7 +60,7 @@ def test_room_comes_back_in_two_steps() -> None:
     [(101, 0, 0, "max_bytes"), (0, 1001, 0, "max_flops"), (0, 0, 51, "max_message_bytes")],
 )
 def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int, reply: int, limit: str) -> None:
-    admission = Admission(max_requests=1, max_bytes=100, max_flops=1000, max_reply_bytes=50)
+    admission = OpenAdmission(max_requests=1, max_bytes=100, max_flops=1000, max_reply_bytes=50)
     with pytest.raises(InvalidRequest) as caught:
         admission.admit(ME, size, flops, reply)
     assert caught.value.reason == "LIMIT_EXCEEDED"
@@ -69,9 +69,9 @@ def test_what_can_never_come_in_is_the_callers_mistake(size: int, flops: int, re
     assert counts(admission) == (0, 0, 0)
 
 
-def full(flops: int, measure: Callable[[Admission], None]) -> Admission:
+def full(flops: int, measure: Callable[[OpenAdmission], None]) -> OpenAdmission:
     """An admission after some measurements, with one request of that many FLOPs in flight."""
-    admission = Admission(max_requests=1, max_bytes=10, max_flops=10**15)
+    admission = OpenAdmission(max_requests=1, max_bytes=10, max_flops=10**15)
     measure(admission)
     admission.admit(ME, 1, flops)
     return admission
@@ -83,7 +83,7 @@ def test_the_delay_is_the_time_of_half_the_queue_at_the_measured_rate() -> None:
 
 
 def test_the_delay_follows_the_rate() -> None:
-    def slower(admission: Admission) -> None:
+    def slower(admission: OpenAdmission) -> None:
         at(10**9, 0.25)(admission)
         at(10**9, 1.0)(admission)
 
@@ -111,7 +111,7 @@ class Waiting:
     """Requests of 10 ms each, of a caller each, of which so many may wait for up to 10 s; batches have so many."""
 
     def __init__(self, batch_requests: int) -> None:
-        self.admission = Admission(10**6, 10**9, 10**18, max_queue_time=10.0)
+        self.admission = OpenAdmission(10**6, 10**9, 10**18, max_queue_time=10.0)
         self.admission.pace.formed(1 / batch_requests)
         at(10**9, 0.01)(self.admission)
         self._callers = itertools.count()
@@ -158,7 +158,7 @@ def test_some_may_wait_however_slow_they_are() -> None:
 
 def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
     """However slow that is beside all that came before: then both wait equally long, each at half of the device."""
-    admission = Admission(10**6, 10**9, 10**18, max_queue_time=1.0)
+    admission = OpenAdmission(10**6, 10**9, 10**18, max_queue_time=1.0)
     for kind, seconds in (("slow", 5.0), ("", 0.01)):
         for _ in range(200):
             admission.pace.learn(work(1, 10**9, kind), seconds)
@@ -181,7 +181,7 @@ def test_an_idle_server_takes_anything_whatever_it_has_measured() -> None:
 def test_one_caller_leaves_room_for_another(bound: str) -> None:
     """One caller takes all it can get; another then gets in at once, with more than one request."""
     size, flops = {"requests": (0, 1), "bytes": (10, 1), "flops": (1, 10**9), "queue_time": (1, 10**9)}[bound]
-    admission = Admission(
+    admission = OpenAdmission(
         100 if bound == "requests" else 10**6,
         1000 if bound == "bytes" else 10**9,
         10**11 if bound == "flops" else 10**18,
@@ -200,7 +200,7 @@ def test_one_caller_leaves_room_for_another(bound: str) -> None:
 
 
 def test_two_that_want_everything_get_the_same_whoever_was_there_first() -> None:
-    admission = Admission(1000, 10**9, 10**18)
+    admission = OpenAdmission(1000, 10**9, 10**18)
     flood(admission, OTHER, 1, 1)
     for _ in range(1000):
         for caller in (ME, OTHER):
@@ -223,7 +223,7 @@ def test_the_delay_of_who_has_its_share_is_that_of_its_own_requests() -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_where_bytes_are_those_of_replies_the_delay_is_not_that_of_computing(share: bool) -> None:
     """Nothing tells how long callers take to read, and asking again in 5 ms would not help."""
-    admission = Admission(10, 100, 10**9)
+    admission = OpenAdmission(10, 100, 10**9)
     admission.admit(ME, 90, 1)
     size = 1 if share else 20
     assert refused(admission, size, 1).retry_delay == MIN_RETRY_DELAY, "it may be answered soon"
@@ -238,7 +238,7 @@ def test_where_bytes_are_those_of_replies_the_delay_is_not_that_of_computing(sha
 
 
 def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
-    admission = Admission(1, 100, 10**9)
+    admission = OpenAdmission(1, 100, 10**9)
     admission.check(ME, 100)
     assert counts(admission) == (0, 0, 0)
     admission.admit(ME, 60, 1)
@@ -247,7 +247,7 @@ def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
 
 
 def test_what_costs_something_else_after_all_is_counted_anew() -> None:
-    admission = Admission(max_requests=2, max_bytes=100, max_flops=1000, max_reply_bytes=50)
+    admission = OpenAdmission(max_requests=2, max_bytes=100, max_flops=1000, max_reply_bytes=50)
     admission.admit(ME, 40, 400)
     admission.admit(OTHER, 10, 100)
     admission.recount(ME, (40, 400), (90, 900), 50)  # all the room there is
@@ -272,7 +272,7 @@ def test_what_costs_something_else_after_all_is_counted_anew() -> None:
 
 
 def test_nothing_is_kept_of_callers_who_have_gone() -> None:
-    admission = Admission(10, 100, 10**9)
+    admission = OpenAdmission(10, 100, 10**9)
     for caller in range(1000):
         admission.admit(caller, 1, 1)
         admission.computed(caller, 1, 1)
@@ -283,7 +283,7 @@ def test_nothing_is_kept_of_callers_who_have_gone() -> None:
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 600), st.booleans()), max_size=40))
 def test_counts_never_pass_the_bounds_and_return_to_zero(requests: list[tuple[int, int, bool]]) -> None:
     """Each request has a caller of its own, so that no share is exceeded."""
-    admission = Admission(max_requests=5, max_bytes=100, max_flops=1000)
+    admission = OpenAdmission(max_requests=5, max_bytes=100, max_flops=1000)
     inside: list[tuple[str, int, int]] = []
 
     def out(caller: str, size: int, flops: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from engines import OpenAdmission
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnserve_server.errors import Overloaded
-from attnserve_server.scheduling.admission import Admission
 
 ME, OTHER = "me", "another"
 
@@ -21,7 +21,7 @@ ME, OTHER = "me", "another"
 def test_where_there_is_room_for_several_each_of_them_is_admitted(
     before: list[tuple[str, int]], sizes: list[int]
 ) -> None:
-    admission = Admission(max_requests=14, max_bytes=400, max_flops=1000)
+    admission = OpenAdmission(max_requests=14, max_bytes=400, max_flops=1000)
     for caller, size in before:
         with suppress(Overloaded):
             admission.admit(caller, size, 1)
@@ -43,12 +43,12 @@ def test_where_there_is_room_for_several_each_of_them_is_admitted(
     [(10, 1, True), (100, 8, True), (100, 9, False), (889, 1, False), (880, 1, True), (1001, 1, False)],
 )
 def test_there_is_room_for_a_share_of_requests_and_bytes(size: int, requests: int, there_is: bool) -> None:
-    admission = Admission(max_requests=9, max_bytes=1000, max_flops=1000)
+    admission = OpenAdmission(max_requests=9, max_bytes=1000, max_flops=1000)
     assert admission.has_room_for(ME, size, requests) == there_is
 
 
 def test_there_is_no_room_for_several_while_something_waits_or_was_refused() -> None:
-    admission = Admission(max_requests=4, max_bytes=1000, max_flops=1000)
+    admission = OpenAdmission(max_requests=4, max_bytes=1000, max_flops=1000)
     admission.admit(OTHER, 10, 10)
     assert not admission.has_room_for(ME, 10, 1)
     admission.computed(OTHER, 10, 10)

@@ -12,6 +12,7 @@ from typing import Final
 
 import pytest
 from admitted import ME, OTHER, at, flood, queue_of, refused
+from engines import OpenAdmission
 from hypothesis import example, given
 from hypothesis import strategies as st
 from waiting import work
@@ -33,7 +34,7 @@ ACTIONS = st.tuples(
 )
 
 
-class Forgetful(Admission):
+class Forgetful(OpenAdmission):
     """An admission that checks every request anew."""
 
     def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
@@ -44,7 +45,7 @@ class Forgetful(Admission):
 class Life:
     """One admission and the actions applied to it."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: OpenAdmission) -> None:
         self.admission = admission
         self.waiting: list[tuple[str, int, int, str]] = []
         self.computed: list[tuple[str, int]] = []
@@ -93,7 +94,7 @@ SLOW: Final = [*[("learn", "a", 60, 1, "slow")] * 9, *[("learn", "a", 1, 1, "")]
 )
 @given(st.lists(ACTIONS, max_size=200), st.sampled_from([0.0, 0.01, 0.1]))
 def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_time: float) -> None:
-    lives = [Life(kind(40, 100, 10**4, max_queue_time=max_queue_time)) for kind in (Admission, Forgetful)]
+    lives = [Life(kind(40, 100, 10**4, max_queue_time=max_queue_time)) for kind in (OpenAdmission, Forgetful)]
     for life in lives:
         life.admission.pace = Pace(flop_seconds=1e-6, request_seconds=1e-4)
     for action in actions:
@@ -103,7 +104,7 @@ def test_nothing_is_decided_by_what_was_told(actions: list[Action], max_queue_ti
         assert stands is expected_stands, "whether the queue stays"
 
 
-def overdone() -> Admission:
+def overdone() -> OpenAdmission:
     """An admission in which one caller waits that has used up its share of the queue time."""
     admission = queue_of(0, 0.1, 1.0)
     flood(admission, ME, 1, 10**9)
@@ -139,7 +140,7 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
     ids=["computed", "release", "recount", "again", "admit of another", "learn", "formed"],
 )
 def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
-    change: Callable[[Admission], None], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[OpenAdmission], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = overdone()
     refused(admission, 1, 10**9)
@@ -153,14 +154,14 @@ def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
 
 
 def test_what_is_refused_for_its_size_says_nothing_of_what_is_smaller() -> None:
-    admission = Admission(max_requests=9, max_bytes=100, max_flops=10**9)
+    admission = OpenAdmission(max_requests=9, max_bytes=100, max_flops=10**9)
     admission.admit(OTHER, 60, 1)
     assert refused(admission, 41, 1).bound == "bytes"
     admission.check(ME, 40)
 
 
 def test_of_so_many_callers_and_no_more_is_remembered_what_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    admission = Admission(max_requests=1, max_bytes=100, max_flops=10**9)
+    admission = OpenAdmission(max_requests=1, max_bytes=100, max_flops=10**9)
     admission.admit(OTHER, 1, 1)
     for caller in range(3 * MOST_TOLD):
         assert refused(admission, 1, 1, str(caller)).bound == "requests"

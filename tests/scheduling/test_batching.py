@@ -49,7 +49,7 @@ def test_a_batch_is_bounded_by_bytes() -> None:
     """Where what it receives is copied while another batch computes; a single request may have more."""
     sizes = (6, 4, 1, 11, 0, 5, 6)
     entries = [Entry(arrival, cost=0, received_bytes=size) for arrival, size in enumerate(sizes)]
-    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, max_batch_bytes=10)
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, Pace(), 10, 1)
     for entry in entries:
         assert queue.is_full == (queue.bytes >= 10)
         queue.push(entry)
@@ -63,7 +63,7 @@ def test_operations_of_a_layer_may_count_for_less() -> None:
         [Entry(arrival, group, cost=cost, layer=layer) for arrival in range(count)]
         for group, cost, layer, count in (("a", 60, None, 2), ("b", 300, "b", 3), ("c", 1500, "c", 1))
     )
-    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, Pace(1 / SECOND, 1e-12), layer_discount=10)
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 9, AGING, Pace(1 / SECOND, 1e-12), None, 10)
     for entry in large:
         queue.push(entry)
     assert not queue.is_full

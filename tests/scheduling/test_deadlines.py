@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from engines import OpenAdmission
 from waiting import SECOND, Entry, queue_of, work
 
 from attnserve_server.errors import DeadlineUnreachable
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import Batch
 from attnserve_server.scheduling.deadlines import TRIAL_PAUSE, Deadlines
 from attnserve_server.scheduling.pace import Pace
@@ -52,7 +52,7 @@ def computed(deadlines: Deadlines, now: float, seconds: float, *entries: Request
 
 def deadlines(*waiting: Entry, running: str | None = None) -> Deadlines:
     """With requests that wait, and one of some kind that runs."""
-    admission = Admission(100, 100, 10**9 * SECOND)
+    admission = OpenAdmission(100, 100, 10**9 * SECOND)
     admission.pace = Pace(1 / SECOND, 1e-12)
     admission.pace.learn(work(1, 10 * SECOND), 10.0)  # a request of this size has run, as fast as it should
     for kind in (*(entry.kind for entry in waiting), *(() if running is None else (running,))):

@@ -8,6 +8,8 @@ from time import perf_counter
 import messages
 import pytest
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
+from engines import OpenAdmission, batch_queue, engine_of
+from rpcs import new_metrics
 
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import (
@@ -16,10 +18,6 @@ from attnserve_server.errors import (
     Overloaded,
     Starting,
 )
-from attnserve_server.observability.metrics import Metrics
-from attnserve_server.scheduling.admission import Admission
-from attnserve_server.scheduling.batching import BatchQueue
-from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
@@ -216,8 +214,8 @@ async def test_drain_refuses_what_comes_and_waits_for_what_is_there() -> None:
 
 
 async def test_nothing_is_taken_before_the_device_is_ready() -> None:
-    admission, metrics = Admission(1000, 10**12, 10**15), Metrics("0", "0", "cpu")
-    engine = Engine(CpuDevice(1, INLINE), BatchQueue(10**12, 64, 0.1, admission.pace), admission, metrics)
+    admission, metrics = OpenAdmission(1000, 10**12, 10**15), new_metrics()
+    engine = engine_of(CpuDevice(1, INLINE, None), batch_queue(pace=admission.pace), admission, metrics)
     with pytest.raises(Starting) as caught:
         engine.check("me", 1)
     assert caught.value.code.name == "UNAVAILABLE"

@@ -33,7 +33,7 @@ class NativeDevice(HeldDevice):
 
     def __init__(self) -> None:
         super().__init__(BESIDE)
-        self.native = CpuDevice(1, BESIDE, library.best()).native
+        self.native = CpuDevice(1, BESIDE, library.best("auto")).native
         self.held_at = -1
         """Index of the batch that it holds until it may run."""
 
@@ -69,7 +69,7 @@ async def test_they_run_apart_and_hold_up_nobody_in_their_batch() -> None:
         assert outcome.batch_size == (2 if n in (1, 4) else 4)
         if n in (1, 4):
             assert np.isnan(output(outcome, message)).any()
-            (alone,) = CpuDevice(1, BESIDE).run([messages.read(message)]).results
+            (alone,) = CpuDevice(1, BESIDE, None).run([messages.read(message)]).results
             np.testing.assert_array_equal(output(outcome, message).tobytes(), bytes(alone.output))
         else:
             assert_right(outcome, message)

@@ -8,14 +8,13 @@ from time import perf_counter
 import messages
 import pytest
 from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
+from rpcs import rpcs_of, streams_of
 
-from attnserve_server.access.callers import Callers, anybody
+from attnserve_server.access.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
-from attnserve_server.rpc.reading_turns import ReadingTurns
-from attnserve_server.rpc.rpcs import Received, Rpcs
+from attnserve_server.rpc.rpcs import Received
 from attnserve_server.rpc.service import AttentionService
-from attnserve_server.rpc.stream import Streams
 from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
@@ -89,19 +88,10 @@ async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypat
 
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
-    bench = Bench(CpuDevice(1, INLINE))
-    rpcs = Rpcs(Callers(), bench.metrics)
-    streams = Streams(
-        engine=bench.engine,
-        metrics=bench.metrics,
-        readers={},
-        callers=rpcs.callers,
-        max_message_calls=64,
-        max_unanswered=64,
-        endings=rpcs.endings,
-        reading_turns=ReadingTurns(),
-    )
-    service = AttentionService(streams, rpcs, b"")
+    bench = Bench(CpuDevice(1, INLINE, None))
+    rpcs = rpcs_of(bench.metrics)
+    streams = streams_of(bench.engine, bench.metrics, {})
+    service = AttentionService(streams, rpcs, b"", 64, None)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         service._answer(

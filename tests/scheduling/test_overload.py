@@ -16,11 +16,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
+from engines import OpenAdmission
 from waiting import Entry
 
 from attnserve_server.errors import Overloaded
 from attnserve_server.requests.limits import CUDA_LAYER_DISCOUNT
-from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 
 MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS = 4 * 10**9, 64
@@ -99,12 +99,12 @@ class Simulation:
 
     def __init__(self, device: Device, layer: str | None = None) -> None:
         """All requests apply `layer`, if it is given."""
-        self.admission = Admission(4096, 2 * 2**30, 2 * 10**16, None, MAX_QUEUE_TIME)
+        self.admission = OpenAdmission(4096, 2 * 2**30, 2 * 10**16, None, MAX_QUEUE_TIME)
         self.seen = Seen()
         self._device = device
         self._layer = layer
         self._queue: BatchQueue[Entry] = BatchQueue(
-            MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS, AGING, self.admission.pace, layer_discount=CUDA_LAYER_DISCOUNT
+            MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS, AGING, self.admission.pace, None, CUDA_LAYER_DISCOUNT
         )
         self._running: list[Entry] = []
         self._end = 0.0

@@ -140,7 +140,7 @@ def test_a_batch_begins_with_what_is_due_first_of_all_that_waits(events: list[En
 
 
 def test_an_aging_beyond_all_numbers_leaves_priorities_in_order() -> None:
-    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 1, 1e308, Pace(1 / SECOND, 1e-12))
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 1, 1e308, Pace(1 / SECOND, 1e-12), None, 1)
     low, urgent, other_urgent, other_low = (
         Entry(group=group, priority=priority) for group, priority in zip("abba", (0, 1, 1, 0), strict=True)
     )

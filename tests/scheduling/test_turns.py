@@ -59,13 +59,13 @@ def test_turns_are_those_of_the_model(data: st.DataObject) -> None:
             assert not model.present, "some are there, and it is nobody's turn"
         assert turns.waiting == len(model.present) - len(model.ready())
     assert not model.present
-    assert all(turns.enter(entered + place, [thing]) for place, thing in enumerate(THINGS))
+    assert all(turns.enter(entered + place, [thing], shares=False) for place, thing in enumerate(THINGS))
 
 
 @given(st.lists(st.lists(st.sampled_from(THINGS), unique=True, min_size=1), max_size=30))
 def test_of_those_who_need_the_same_thing_each_comes_after_the_one_before(needs: list[list[str]]) -> None:
     turns: Turns[int] = Turns()
-    ready = [who for who, each in enumerate(needs) if turns.enter(who, each)]
+    ready = [who for who, each in enumerate(needs) if turns.enter(who, each, shares=False)]
     order = []
     while ready:
         order.append(ready.pop())  # last first: fairness is not up to the callers
@@ -78,10 +78,10 @@ def test_of_those_who_need_the_same_thing_each_comes_after_the_one_before(needs:
 
 def test_who_needs_two_things_holds_up_neither_longer_than_the_order_says() -> None:
     turns: Turns[str] = Turns()
-    assert turns.enter("first", "a")
-    assert not turns.enter("both", "ab")
-    assert not turns.enter("behind", "b")
-    assert turns.enter("elsewhere", "c")
+    assert turns.enter("first", "a", shares=False)
+    assert not turns.enter("both", "ab", shares=False)
+    assert not turns.enter("behind", "b", shares=False)
+    assert turns.enter("elsewhere", "c", shares=False)
     assert turns.waiting == 2
     assert turns.leave("elsewhere") == []
     assert turns.leave("first") == ["both"]
@@ -94,7 +94,7 @@ def test_who_only_shares_a_thing_has_it_together_with_others() -> None:
     turns: Turns[str] = Turns()
     assert turns.enter("one", "ab", shares=True)
     assert turns.enter("other", "a", shares=True)
-    assert not turns.enter("alone", "a")
+    assert not turns.enter("alone", "a", shares=False)
     assert not turns.enter("behind", "a", shares=True)
     assert not turns.enter("behind too", "a", shares=True)
     assert turns.leave("one") == []

@@ -45,7 +45,7 @@ SECOND = 1000
 def queue_of(
     *entries: Entry, max_cost: int = MAX_FLOPS, max_requests: int = MAX_REQUESTS, pace: Pace | None = None
 ) -> BatchQueue[Entry]:
-    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING, pace or Pace(1 / SECOND, 1e-12))
+    queue: BatchQueue[Entry] = BatchQueue(max_cost, max_requests, AGING, pace or Pace(1 / SECOND, 1e-12), None, 1)
     for entry in entries:
         queue.push(entry)
     return queue

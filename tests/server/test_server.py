@@ -33,6 +33,7 @@ from attnserve.v1 import attention_pb2_grpc, caches_pb2_grpc, layers_pb2_grpc, t
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
 from attnserve_server.server import Server as Stopped
+from attnserve_server.server import configured_device
 from attnserve_server.serving import CUT_OFF
 from attnserve_server.settings.config import Config
 
@@ -136,7 +137,8 @@ async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_can
     """A stock client retries UNAVAILABLE, as service configs nearly always say, and not CANCELLED, which gRPC makes of
     unary calls that wait to begin when it stops. The loop stands still until all have arrived.
     """
-    server = Stopped(Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20))
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20)
+    server = Stopped(config, configured_device)
     address, _ = await server.start()
     with grpc.insecure_channel(address) as channel:
         await asyncio.to_thread(grpc.channel_ready_future(channel).result, calls.PATIENCE_S)

@@ -219,7 +219,9 @@ def test_what_is_said_to_be_open_is(given: dict[str, Any], said: list[str]) -> N
 def test_pages_are_aligned() -> None:
     """Every page size that can be configured is accepted by the pool."""
     for page_bytes in (4096, 4096 + CACHE_LINE, 2**30 - CACHE_LINE):
-        assert CacheStore(page_bytes, Config(cache_page_bytes=page_bytes).cache_page_bytes, 1).pool_bytes == page_bytes
+        config = Config(cache_page_bytes=page_bytes)
+        store = CacheStore(page_bytes, config.cache_page_bytes, config.max_caches, config.max_cache_layers)
+        assert store.pool_bytes == page_bytes
 
 
 def test_built_in_code_says_so_and_cannot_be_changed() -> None:

@@ -54,7 +54,7 @@ class Cache(Handle):
     cache is gone, and `OverloadedError` with `free_bytes` if there is no room.
     """
 
-    def __init__(self, client: Client, info: CacheInfo, home: str | None = None) -> None:
+    def __init__(self, client: Client, info: CacheInfo, home: str | None) -> None:
         super().__init__(CacheState(info, client._calls.turns, home))
         self._client = client
         self._calls = client._calls
@@ -146,7 +146,7 @@ class AsyncCache(Handle):
     Leaving the `async with` deletes it, also when the task is cancelled. `info` says how many bytes it holds.
     """
 
-    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None = None) -> None:
+    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None) -> None:
         super().__init__(CacheState(info, client._calls.turns, home))
         self._client = client
         self._calls = client._calls

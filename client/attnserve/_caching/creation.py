@@ -62,6 +62,8 @@ class _Failure(NamedTuple):
     error: OverloadedError | UnavailableError
     at: float
     attempts: int
+    was_sent: bool
+    """False if the retry budget did not allow the last attempt, which then ends with the refusal before it."""
 
 
 class Making:
@@ -85,6 +87,8 @@ class Making:
         self._perhaps: set[str | None] = set()
         """The servers that may have made it."""
         self._failures: dict[str | None, _Failure] = {}
+        self._refusal: AttnServeError | None = None
+        """The refusal that the last attempt followed, with which it ends if it is not allowed (`Again.refusal`)."""
 
     def attempts(self, servers: Iterable[str], policy: RetryPolicy, timeout: float | None) -> Iterator[Attempt]:
         """What to try until one succeeds: first each of the servers, since another may have room now; then the one that
@@ -100,7 +104,7 @@ class Making:
         while True:
             soonest: Attempt | None = None
             now = time.monotonic()
-            for home, (error, at, attempts) in self._failures.items():
+            for home, (error, at, attempts, _) in self._failures.items():
                 if isinstance(error, UnavailableError):
                     refusal, delay = None, policy.delay(attempts, at, deadlines[home])
                 else:
@@ -116,8 +120,9 @@ class Making:
                 return
             waits -= soonest.again.refusal is not None
             self.at(soonest.address)
+            self._refusal = soonest.again.refusal
             yield soonest
-            if self._failures[soonest.address].error is soonest.again.refusal:  # the budget allows no retry
+            if not self._failures[soonest.address].was_sent:  # nor will any other retry be
                 return
 
     @property
@@ -135,7 +140,8 @@ class Making:
         """Notes that the last server is full or out of reach, and another is to be asked, or the same again."""
         self._note(error)
         before = self._failures.get(self._last)
-        self._failures[self._last] = _Failure(error, time.monotonic(), 1 if before is None else before.attempts + 1)
+        attempts, was_sent = 1 if before is None else before.attempts + 1, error is not self._refusal
+        self._failures[self._last] = _Failure(error, time.monotonic(), attempts, was_sent)
 
     def done(self) -> None:
         """Notes that the last server has made the cache, and its reply has arrived."""

@@ -21,7 +21,7 @@ class CacheState:
 
     __slots__ = ("home", "ids", "info", "line", "tokens", "turns")
 
-    def __init__(self, info: CacheInfo, turns: Turns, home: str | None = None) -> None:
+    def __init__(self, info: CacheInfo, turns: Turns, home: str | None) -> None:
         self.info: Final = info
         """Its description when it was made or opened."""
         self.home: Final = home

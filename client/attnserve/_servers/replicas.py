@@ -30,7 +30,7 @@ class Replica:
 
     __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "heard", "rests_until", "room", "used")
 
-    def __init__(self, address: str, told: Callable[[], object] = bool) -> None:
+    def __init__(self, address: str, told: Callable[[], object]) -> None:
         """`told` is called when there may be other servers now."""
         self.address: Final = address
         self._told = told
@@ -211,7 +211,7 @@ class Replicas(Generic[C]):
         self._last_used = {address: at for address, at in self._last_used.items() if address in self._connections}
         return forgotten
 
-    def choose(self, now: float, avoid: str | None = None) -> C:
+    def choose(self, now: float, avoid: str | None) -> C:
         """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or it
         is the only one that does not rest. There must be one.
         """

@@ -57,7 +57,8 @@ class Servers(Generic[C]):
         connect: Callable[[Replica], C],
         dispose: Callable[[C], object],
         run: Callable[[Callable[[], object]], object] = lambda function: function(),
-        outdated: Callable[[], bool] | None = None,
+        *,
+        outdated: Callable[[], bool] | None,
     ) -> None:
         """If addresses are looked up, that is repeated every `refresh` seconds; `run` then calls a function where
         connections may be made. The first look-up is retried by `policy` if it fails. `outdated` says, once, that new
@@ -140,7 +141,7 @@ class Servers(Generic[C]):
         """How many calls of a connection others would answer sooner."""
         return self._replicas.excess(connection, time.monotonic())
 
-    def resolve(self, timeout: float | None = None) -> float | None:
+    def resolve(self, timeout: float | None) -> float | None:
         """Finds the servers, if they are not known yet, and returns how many seconds of the timeout are left (None for
         no limit). Raises what `_look_up` does, and ClientClosedError if the client belongs to another process.
         """

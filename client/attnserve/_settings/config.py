@@ -77,11 +77,11 @@ class Settings:
     """How many streams the calls are spread over."""
     options: Sequence[tuple[str, Any]]
     """gRPC channel options, which override the SDK's own."""
-    tls: TLS | None = None
+    tls: TLS | None
     """How the server proves its identity, and the client too if the server asks; None for an unencrypted connection."""
-    token: Token | None = None
+    token: Token | None
     """The bearer token of every call."""
-    refresh: float = 10.0
+    refresh: float
     """The interval between look-ups of the servers, in seconds."""
     target: Target = field(init=False)
     """What the address names."""

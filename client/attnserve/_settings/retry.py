@@ -170,7 +170,7 @@ class RetryPolicy:
         return delay if now + delay < deadline else None
 
     def after(
-        self, status: Status, attempts: int, now: float, deadline: float, resent: bool = False
+        self, status: Status, attempts: int, now: float, deadline: float, *, resent: bool
     ) -> Again | AttnServeError:
         """What follows the last of `attempts` failed ones, which ended with `status`: another attempt, or the error to
         give up with. `resent` says whether an attempt before this one may have run.

@@ -83,9 +83,7 @@ class Call(Generic[T]):
         """Whether an earlier attempt may have run without a reply; one that was answered UNAVAILABLE did not."""
 
     @classmethod
-    def of(
-        cls, owner: T, encoded: EncodedCall[Any], now: float, *, span: CallSpan | None = None, pinned: bool = False
-    ) -> Call[T]:
+    def of(cls, owner: T, encoded: EncodedCall[Any], now: float, *, span: CallSpan | None, pinned: bool) -> Call[T]:
         """An encoded call, whose time runs from `now` on, and which carries the context of a span if it has one."""
         call = cls(owner, encoded.operation.number, encoded.pieces, encoded.size, now, encoded.timeout)
         if span is not None:

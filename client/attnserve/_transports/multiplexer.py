@@ -64,14 +64,14 @@ class Multiplexer(Generic[T]):
     def __init__(
         self,
         policy: retry.RetryPolicy,
-        replica: Replica | None = None,
+        replica: Replica,
         *,
+        others: Callable[[], bool],
         message_bytes: int = MESSAGE_BYTES,
-        others: Callable[[], bool] = bool,
     ) -> None:
         """`replica` is told about the server's successes and failures; `others`: whether there are other servers."""
         self._policy = policy
-        self._replica = replica or Replica("")
+        self._replica = replica
         self._message_bytes = message_bytes
         self._others = others
         self._look = 0.0
@@ -344,7 +344,7 @@ class Multiplexer(Generic[T]):
         affected = [call for call in self._calls.values() if call.stream == stream]
         return [self._end(call, ProtocolError(message)) for call in affected]
 
-    def tick(self, now: float, others: bool = False, excess: Callable[[], int] = int) -> list[Outcome[T]]:
+    def tick(self, now: float, others: bool, excess: Callable[[], int]) -> list[Outcome[T]]:
         """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
         fail if there are too many retries; calls past their deadline fail. `excess` says how many calls others would
         answer sooner: so many of those that are not sent go there.

@@ -140,7 +140,7 @@ class StreamTransport:
         """Whether calls wait here until the server has room."""
         return self._multiplexer.holds
 
-    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool = False) -> None:
+    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool) -> None:
         """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
         self.adopt(Call.of(future, encoded, time.monotonic(), span=future.span, pinned=pinned))
 

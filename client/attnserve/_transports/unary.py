@@ -101,7 +101,7 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not status.details:  # gRPC's own
             connection.replica.was_silent(now, self._began)
-        verdict = self._policy.after(status, self._attempts, now, self._deadline, self._resent)
+        verdict = self._policy.after(status, self._attempts, now, self._deadline, resent=self._resent)
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
         connection.replica.room.refused(now, refusal, self._size)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:

@@ -147,7 +147,7 @@ class Window:
         self._limit = max(1.0, unanswered)
         self._shut = self._starting = not unanswered
 
-    def answered(self, calls: int, waiting: int, now: float, *, taken: bool = True) -> None:
+    def answered(self, calls: int, waiting: int, now: float, *, taken: bool) -> None:
         """Notes that calls have been answered while so many wait to be sent. If the connection has not `taken` what the
         bound allows, more of it would find no more room: the server reads slowly, instead of refusing.
         """

@@ -33,7 +33,7 @@ class MaskPattern:
     keys: torch.Tensor | None = None
     """Bool `[B, 1, 1, S]`: which keys may be attended at all."""
 
-    def options(self, query_length: int, kv_length: int, resident: bool = False) -> dict[str, Any]:
+    def options(self, query_length: int, kv_length: int, *, resident: bool) -> dict[str, Any]:
         """The arguments of `Client.attend` that express this pattern; none for what it does not restrict. `resident`:
         if the keys are those of caches, whose queries are by default the last.
         """

@@ -152,7 +152,7 @@ def _attend(
             f"the mask is for {mask.shape[-1]} tokens, and layer {resident.index} of the cache has {kv_length}: "
             "an earlier step has failed, so truncate the cache to its length before that"
         )
-    options = _mask_options(mask, query.shape[2], kv_length, resident is not None)
+    options = _mask_options(mask, query.shape[2], kv_length, resident=resident is not None)
     if mask is None and is_causal and query.shape[2] > 1:
         options["causal"] = "top_left"
     if position_bias is not None:
@@ -206,16 +206,14 @@ def _alike(batch: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor if tensor.shape[0] == batch else tensor.expand(batch, -1, -1, -1) for tensor in tensors)
 
 
-def _mask_options(
-    mask: torch.Tensor | None, query_length: int, kv_length: int, resident: bool = False
-) -> dict[str, Any]:
+def _mask_options(mask: torch.Tensor | None, query_length: int, kv_length: int, *, resident: bool) -> dict[str, Any]:
     """The arguments of `Client.attend` that express a model's mask; `resident` if the keys are those of caches."""
     if mask is None:
         return {}
     known: _Known | None = getattr(mask, _MADE_FROM, None)
     if known is not None and mask._version == known.version:
         if known.pattern is not None and mask.shape[2:] == (query_length, kv_length):
-            return known.pattern.options(query_length, kv_length, resident)
+            return known.pattern.options(query_length, kv_length, resident=resident)
         mask = known.allowed
     # A mask that is longer than the keys is for a cache with room to grow.
     mask = mask[..., :kv_length]

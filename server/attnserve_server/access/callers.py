@@ -65,9 +65,11 @@ def certified(name: str) -> Caller:
 
 
 class Callers:
-    """Identifies callers: by a callers file, by certificates, by both, or not at all."""
+    """Identifies callers: by a callers file, by certificates, by both, or (without `grants` and `certificates`)
+    not at all.
+    """
 
-    def __init__(self, grants: GrantsFile | None = None, *, certificates: bool = False) -> None:
+    def __init__(self, grants: GrantsFile | None, *, certificates: bool) -> None:
         self._grants = grants
         self._certificates = certificates
 

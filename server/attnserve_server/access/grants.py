@@ -68,7 +68,7 @@ class Grants:
 class GrantsFile:
     """The current grants of a file. If it cannot be read, the previous ones stay."""
 
-    def __init__(self, path: Path, *, certificates: bool = True) -> None:
+    def __init__(self, path: Path, *, certificates: bool) -> None:
         """Reads the file, which may list certificates only if callers are asked for them. Raises GrantsError."""
         self._path = path
         self._certificates = certificates

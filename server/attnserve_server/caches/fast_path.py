@@ -22,7 +22,7 @@ from attnserve_server.caches.direct import planned
 from attnserve_server.caches.references import Reference
 from attnserve_server.caches.request import CachedRequest, named, request_to
 from attnserve_server.caches.run import append_tokens
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.errors import RequestError
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout
 from attnserve_server.native.messages import REFERENCE, Asked, Cached, Messages
@@ -62,7 +62,7 @@ class Turn:
 class CacheFastPath:
     """The caches of a server on a CPU, as the fast path uses them."""
 
-    def __init__(self, host: Host, messages: Messages, limits: RequestLimits) -> None:
+    def __init__(self, host: CacheHost, messages: Messages, limits: RequestLimits) -> None:
         """`messages` computes the calls."""
         self._host = host
         self._messages = messages

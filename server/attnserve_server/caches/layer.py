@@ -143,7 +143,7 @@ class CacheLayer:
     def _foreseen(self) -> Foreseen:
         return foresee(self._line, self.length, self.shared, self._tokens_per_page)
 
-    def append(self, tokens: int, append_id: int = 0) -> tuple[Placement, int | None]:
+    def append(self, tokens: int, append_id: int) -> tuple[Placement, int | None]:
         """Takes room for tokens out of the promised pages, for the append with that id.
 
         Returns where they go, and the shared page that has to be copied, if any: the layer's reference to it passes to
@@ -167,7 +167,7 @@ class CacheLayer:
             writes.append(Write(self._pages[index], slot, min(end - index * per_page, per_page) - slot))
         return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
 
-    def restore(self, length: int, copied: int | None, append_id: int = 0) -> None:
+    def restore(self, length: int, copied: int | None, append_id: int) -> None:
         """Undoes appends, back to `length` tokens and the append id of then; `copied` is the page that was copied, if
         any, which the layer holds again.
         """

@@ -1,7 +1,7 @@
 """Opens the caches of a server, according to its configuration and its memory.
 
-In: a configuration and a device. Out: the `Host`, with its pool's memory allocated, or an error that says why not; and
-a warning if what is left is less than requests may take.
+In: a configuration and a device. Out: the `CacheHost`, with its pool's memory allocated, or an error that says why not;
+and a warning if what is left is less than requests may take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.store import CacheStore
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices import Device
 from attnserve_server.devices.failures import is_out_of_memory
 from attnserve_server.host import control_groups
@@ -32,7 +32,7 @@ DEFAULT_CUDA_PAGE_BYTES: Final = 2 << 20
 """The same on CUDA: on an H100, reading 16,384 tokens of 4 KiB takes three quarters as long as in pages of 512 KiB."""
 
 
-def open_caches(config: Config, device: Device) -> Host:
+def open_caches(config: Config, device: Device) -> CacheHost:
     """The caches of a configuration. Raises StartError if there is no memory for them, and ConfigError if the default
     is less than a page.
     """
@@ -58,7 +58,7 @@ def open_caches(config: Config, device: Device) -> Host:
                 _in_mib(left - pool_bytes),
             )
     try:
-        return Host(
+        return CacheHost(
             CacheStore(pool_bytes, page_bytes, config.max_caches, config.max_cache_layers),
             PagePool.of(device, pool_bytes, page_bytes),
             config.advertise_address,

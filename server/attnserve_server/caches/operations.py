@@ -16,9 +16,9 @@ from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Change, Cut
 from attnserve_server.caches.reservation import Reservation
-from attnserve_server.caches.work import CacheWork, Host, Use, cache_named
+from attnserve_server.caches.work import CacheHost, CacheWork, Use, cache_named
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import TensorSpec, float_tensor, shown
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult
 
@@ -125,7 +125,7 @@ class Truncate(_Operation):
     """Truncates a cache to `length` tokens."""
 
     length: int
-    truncation_id: int = 0
+    truncation_id: int
     """The id by which a resend is recognised; 0 if it has none."""
 
     _place: Reservation[Cut] | None = field(default=None, init=False)
@@ -203,7 +203,7 @@ class Forked(Look):
         return _encoded(pb.CacheServiceForkResponse(cache=self._found))
 
 
-def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Append:
+def read_append(host: CacheHost, owner: str | None, buffer: bytes, limits: RequestLimits) -> Append:
     """The append that a serialised CacheServiceAppendRequest asks for. Raises RequestError."""
     try:
         header, payloads = _wire.split(pb.CacheServiceAppendRequest, buffer)
@@ -239,7 +239,7 @@ def read_append(host: Host, owner: str | None, buffer: bytes, limits: RequestLim
     )
 
 
-def describe(host: Host, cache: Cache) -> pb.Cache:
+def describe(host: CacheHost, cache: Cache) -> pb.Cache:
     """The description of a cache that callers get."""
     shape, now = cache.shape, monotonic()
     message = pb.Cache(

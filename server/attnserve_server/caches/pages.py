@@ -43,7 +43,7 @@ class PagePool:
     the order.
     """
 
-    def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device, tokens: Tokens | None = None) -> None:
+    def __init__(self, pool_bytes: int, page_bytes: int, device: torch.device, tokens: Tokens | None) -> None:
         """Allocates as many whole pages as fit. `tokens` writes single tokens on a CPU. Raises ValueError if pages
         would not be aligned.
         """

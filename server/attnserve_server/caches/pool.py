@@ -53,7 +53,7 @@ class PageAllocator:
             raise ValueError(f"{count} pages cannot be promised: {self.available} are free, {self.reserved} promised")
         self.reserved += count
 
-    def allocate(self, count: int, behind: int | None = None) -> list[int]:
+    def allocate(self, count: int, behind: int | None) -> list[int]:
         """Takes promised pages for a layer whose last page is `behind`; each has one holder.
 
         First the free pages right behind that one, then adjacent ones out of the longest extents.

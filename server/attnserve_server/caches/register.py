@@ -59,7 +59,7 @@ class Register:
         """How many caches there are."""
         return len(self._caches)
 
-    def get(self, name: str, now: float, owner: str | None = None) -> Cache:
+    def get(self, name: str, now: float, owner: str | None) -> Cache:
         """The cache of that name. Raises NotFound if there is none, it has expired, or it is another owner's."""
         cache = self._caches.get(name)
         if cache is not None and cache.expired(now):

@@ -14,11 +14,11 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.references import Reference, read_header
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.extent import CALL_COST, not_finite_cost, reply_bytes
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem, problem_of
@@ -227,9 +227,7 @@ class CachedRequest(CacheWork):
         return encode_attend_response(self, result, phases, batch_size, self.lengths)
 
 
-def read_attend(
-    host: Host, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits = DEFAULT_LIMITS
-) -> Work:
+def read_attend(host: CacheHost, caller: Caller, buffer: bytes, at: int, end: int, limits: RequestLimits) -> Work:
     """The attention that a caller asks for in a part of a buffer, with or without caches. Raises RequestError."""
     references, header, payloads = read_header(pb.AttendRequest, buffer, at, end, limits)
     if not references:
@@ -238,7 +236,7 @@ def read_attend(
 
 
 def _read(
-    host: Host,
+    host: CacheHost,
     owner: str | None,
     references: Sequence[Reference],
     header: bytes,
@@ -255,7 +253,7 @@ def _read(
     return request_to(host, caches, references, problem, payloads, size, limits)
 
 
-def named(host: Host, owner: str | None, references: Sequence[Reference]) -> list[Cache]:
+def named(host: CacheHost, owner: str | None, references: Sequence[Reference]) -> list[Cache]:
     """The owner's caches that references name, all of one shape. Raises NotFound and InvalidRequest."""
     now = monotonic()
     caches = [host.store.get(reference.name, now, owner) for reference in references]
@@ -270,7 +268,7 @@ def named(host: Host, owner: str | None, references: Sequence[Reference]) -> lis
 
 
 def request_to(
-    host: Host,
+    host: CacheHost,
     caches: Sequence[Cache],
     references: Sequence[Reference],
     problem: Problem,

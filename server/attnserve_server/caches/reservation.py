@@ -23,7 +23,7 @@ class Reservation(Generic[C]):
 
     caches: set[Cache]
     changes: Sequence[tuple[CacheLayer, C]]
-    source: str = ""
+    source: str
     """The field of the request that its tokens come from, for errors; none if it appends nothing."""
     in_line: bool = field(default=False, init=False)
     """Whether it waits in the queues of the layers, and counts in what they are promised."""
@@ -55,12 +55,11 @@ class Reservation(Generic[C]):
                 layer.wait_no_more(change)
 
 
-def place(reservation: Reservation[Grow], append_ids: Sequence[int] = ()) -> list[Placement]:
+def place(reservation: Reservation[Grow], append_ids: Sequence[int]) -> list[Placement]:
     """Extends the layers by the tokens of a reservation, and says where these go, layer by layer. The appends have
-    these ids, or none.
+    these ids; 0 is none.
     """
     placements = []
-    append_ids = append_ids or [0] * len(reservation.changes)
     for (layer, append), append_id in zip(reservation.changes, append_ids, strict=True):
         append.before, append.append_id_before = layer.length, layer.append_id
         placement, append.copied = layer.append(append.tokens, append_id)

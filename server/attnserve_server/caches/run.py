@@ -24,7 +24,7 @@ from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.batch import FEW_CALLS
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.packed_results import bytes_of
-from attnserve_server.devices.results import Parts, put, results_of, tensors_of
+from attnserve_server.devices.results import ReplyTensors, put, results_of, tensors_of
 from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
 from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
 from attnserve_server.native.payloads import DTYPES
@@ -301,7 +301,7 @@ def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tens
     return part_of(part_of(tensor, 0, b, b + 1), 3, 0, length)
 
 
-def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Parts:
+def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> ReplyTensors:
     """The results of a request's sequences as its reply has them."""
     problem = request.problem
     lse = _joined([result.lse for result in results if result.lse is not None]) if problem.return_lse else None

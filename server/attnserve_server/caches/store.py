@@ -28,7 +28,6 @@ from attnserve_server.host.cpus import CACHE_LINE
 
 __all__ = ["CacheStore", "Placement", "Reservation"]
 
-MAX_LAYERS: Final = 256
 MOST_TRUNCATIONS: Final = 16
 """How many truncations a cache remembers."""
 C = TypeVar("C", bound=Change)
@@ -37,7 +36,7 @@ C = TypeVar("C", bound=Change)
 class CacheStore(Register):
     """All caches, and the pages that they share. Times are seconds of one clock; a ttl of None is forever."""
 
-    def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int, max_layers: int = MAX_LAYERS) -> None:
+    def __init__(self, pool_bytes: int, page_bytes: int, max_caches: int, max_layers: int) -> None:
         """An empty pool of as many whole pages as fit. Raises ValueError if pages would not be aligned."""
         if page_bytes < 1 or page_bytes % CACHE_LINE:
             raise ValueError(f"a page has a multiple of {CACHE_LINE} bytes, not {page_bytes}")
@@ -70,9 +69,7 @@ class CacheStore(Register):
         """How many more bytes caches would hold if they shared nothing."""
         return self._allocator.saved * self.page_bytes
 
-    def create(
-        self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
-    ) -> Cache:
+    def create(self, shape: CacheShape, ttl: float | None, now: float, owner: str | None, request_id: bytes) -> Cache:
         """An empty cache, or the one that a request with this id has already made. Raises Overloaded if there are
         `max_caches` already, or the owner has its share of them; Cancelled if the request was given up; and
         InvalidRequest if a page cannot hold a token, there would be too many layers, or the id belongs to another
@@ -95,8 +92,8 @@ class CacheStore(Register):
         cache: Cache,
         ttl: float | None,
         now: float,
-        request_id: bytes = b"",
-        waited: Reservation[Change] | None = None,
+        request_id: bytes,
+        waited: Reservation[Change] | None,
     ) -> Cache:
         """Another cache of the same owner that shares this one's content, or the one that a request with this id has
         already made. `waited` comes from `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
@@ -121,9 +118,7 @@ class CacheStore(Register):
         self.counts.forks += 1
         return fork
 
-    def truncate(
-        self, cache: Cache, length: int, waited: Reservation[Cut] | None = None, truncation_id: int = 0
-    ) -> None:
+    def truncate(self, cache: Cache, length: int, waited: Reservation[Cut] | None, truncation_id: int) -> None:
         """Truncates layers that have more than `length` tokens. `waited` comes from `wait_to_cut`; a resent truncation
         is recognised by its id, if it has one.
 
@@ -143,7 +138,7 @@ class CacheStore(Register):
         self.counts.truncations += 1
 
     def reserve(
-        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True, source: str = "key"
+        self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool, source: str
     ) -> Reservation[Grow]:
         """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none. `source`
         is the request's field with the tokens.
@@ -175,8 +170,8 @@ class CacheStore(Register):
                 raise
         return reservation
 
-    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
-        """Queues a truncation. Raises NotFound if the cache is gone."""
+    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool) -> Reservation[Cut]:
+        """Queues a truncation, unless it is foreseen to fail. Raises NotFound if the cache is gone."""
         self._require(cache)
         reservation = self._open({cache}, [(layer, Cut(length)) for layer in cache.layers])
         if foreseen:
@@ -190,9 +185,9 @@ class CacheStore(Register):
         reservation.wait()
         return reservation
 
-    def place(self, reservation: Reservation[Grow], now: float, append_ids: Sequence[int] = ()) -> Sequence[Placement]:
+    def place(self, reservation: Reservation[Grow], now: float, append_ids: Sequence[int]) -> Sequence[Placement]:
         """Extends layers by the reserved tokens, at their turn, and says where the tokens go. `append_ids` are the ids
-        by which resends of the appends are recognised.
+        by which resends of the appends are recognised; 0 for one that has none.
 
         The caller copies and writes before anything reads them. Raises CacheFull, and changes nothing, if they need
         more pages than was foreseen and too few are free. Raises ValueError if it is not their turn.

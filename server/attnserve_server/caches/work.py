@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class CacheHost:
     """The caches of one server: `store` decides, `pages` holds the bytes."""
 
     store: CacheStore
     pages: PagePool
-    address: str = ""
+    address: str
     """The address of this particular server; empty where it is not configured."""
 
 
@@ -73,7 +73,7 @@ class Use(NamedTuple):
 class CacheWork:
     """What operations on caches have in common. `lengths` are those after the appends, `placements` where to write."""
 
-    host: Host
+    host: CacheHost
     uses: tuple[Use, ...]
     received_bytes: int
     needs: Sequence[Hashable] = field(init=False)
@@ -184,7 +184,7 @@ class CacheWork:
             self.host.store.release(use.cache, now)
 
 
-def cache_named(host: Host, name: str, owner: str | None) -> Cache:
+def cache_named(host: CacheHost, name: str, owner: str | None) -> Cache:
     """The cache that a request names. Raises InvalidRequest if the name is empty, and NotFound."""
     if not name:
         raise InvalidRequest("name", "the name of a cache", "nothing")

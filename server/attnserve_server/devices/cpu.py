@@ -61,7 +61,7 @@ class CpuDevice:
 
     scattering = None
 
-    def __init__(self, threads: int, inline_flops: int, native: Library | None = None) -> None:
+    def __init__(self, threads: int, inline_flops: int, native: Library | None) -> None:
         torch.set_num_threads(1)
         self.torch_device = torch.device("cpu")
         self.threads = threads

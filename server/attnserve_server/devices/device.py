@@ -94,7 +94,7 @@ class DeviceError(Exception):
     """The device that was asked for is not there."""
 
 
-def open_device(name: str, threads: int, inline_flops: int, native_kernel: str = "auto") -> Device:
+def open_device(name: str, threads: int, inline_flops: int, native_kernel: str) -> Device:
     """Opens `cpu`, `cuda`, `cuda:n`, or for `auto` CUDA where there is one. Raises DeviceError.
 
     `native_kernel`, for a CPU, is `auto`, `off` or an instruction set by name.

@@ -17,7 +17,7 @@ from attnserve_server.requests.work import RequestResult
 if TYPE_CHECKING:
     from attnserve_server.devices.device import Device
 
-Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+ReplyTensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The output, lse and scores of a reply, where they were computed."""
 
 Rows: TypeAlias = tuple[slice, slice, slice]
@@ -55,17 +55,17 @@ def collect(
     return gathered  # type: ignore[return-value]  # every place has been filled
 
 
-def fetched(device: Device, arranged: Sequence[Parts]) -> list[RequestResult]:
+def fetched(device: Device, arranged: Sequence[ReplyTensors]) -> list[RequestResult]:
     """The results that replies carry, from tensors in the layouts of replies; all are fetched to the host together."""
     return results_of(arranged, iter(device.fetch(tensors_of(arranged))))
 
 
-def tensors_of(arranged: Sequence[Parts]) -> list[torch.Tensor]:
+def tensors_of(arranged: Sequence[ReplyTensors]) -> list[torch.Tensor]:
     """The tensors in the layouts of replies that are to be fetched, packed."""
     return [part.contiguous() for parts in arranged for part in parts if part is not None]
 
 
-def results_of(arranged: Sequence[Parts], here: Iterator[torch.Tensor]) -> list[RequestResult]:
+def results_of(arranged: Sequence[ReplyTensors], here: Iterator[torch.Tensor]) -> list[RequestResult]:
     """The results that replies carry, from these tensors on the host."""
     found = ([None if part is None else rows_of_bytes(next(here), 1)[0] for part in parts] for parts in arranged)
     return [RequestResult(output, lse, scores) for output, lse, scores in found]  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 import torch
@@ -18,13 +19,18 @@ from attnserve_server.kernels import (
     attend,
     varlen_cuda,
 )
-from attnserve_server.requests.limits import DEFAULT_LIMITS
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.request import Request, request_of
+from attnserve_server.requests.tensors import MAX_LENGTH, MAX_RANK
 
 MANY_TOKENS: Final = 1024
 """So many, with 16 heads, are looked at and rearranged on the device."""
 WIDTHS: Final = (64, 128)
 """The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
+_UNLIMITED: Final = RequestLimits(
+    max_rank=MAX_RANK, max_elements=MAX_LENGTH, max_sequences=MAX_LENGTH, max_request_flops=sys.maxsize
+)
+"""The requests are the server's own: what it is configured to refuse to callers does not matter."""
 
 
 def load_kernels(device: torch.device) -> None:
@@ -95,4 +101,4 @@ def _request(tokens: int, dtype: tensor_pb2.DataType, *, sinks: bool) -> Request
         message.sinks.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[16], data=bytes(64)))
     data = message.SerializeToString()
     header, payloads = _wire.find(pb.AttendRequest, data, 0, len(data))
-    return request_of(header, payloads, len(data), DEFAULT_LIMITS)
+    return request_of(header, payloads, len(data), _UNLIMITED)

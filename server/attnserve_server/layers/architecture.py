@@ -19,7 +19,7 @@ from attnserve_server.layers.specification import (
     Block,
     Embedding,
     FeedForward,
-    Kind,
+    LayerKind,
     LearnedScore,
     Norm,
     Rotary,
@@ -85,7 +85,9 @@ class Evidence:
         )
 
 
-def build(kind: Kind, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]) -> Architecture:
+def build(
+    kind: LayerKind, options: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Shape]
+) -> Architecture:
     """The architecture of a layer. Raises UndeterminedError if it cannot be inferred."""
     evidence = Evidence(options, names, shapes)
     match kind:

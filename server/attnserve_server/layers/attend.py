@@ -18,7 +18,7 @@ from attnserve_server.kernels import (
     excluded_score,
 )
 from attnserve_server.layers.layer import LayerInput, LayerOutput
-from attnserve_server.layers.rows import Batch, Kind, Stack
+from attnserve_server.layers.rows import Batch, SequenceKind, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Attended:
 
 def kinds_of(
     request: LayerInput, causal: bool, window: tuple[int, int], *, alibi: bool = False, own_keys: bool = False
-) -> list[Kind]:
+) -> list[SequenceKind]:
     """The kind of each sequence in an attention with this `causal` and `window`, unless the request says otherwise.
 
     `own_keys`: the keys are the inputs, even if there is a context, and both are at the same positions.
@@ -61,7 +61,9 @@ def kinds_of(
         if positioned and not own_keys:
             offset = offsets[n] if offsets is not None else (kv_length - length if options.bottom_right else 0)
         kinds.append(
-            Kind(length, kv_length, offset, causal, window, options.return_lse, options.return_scores, mask, bias)
+            SequenceKind(
+                length, kv_length, offset, causal, window, options.return_lse, options.return_scores, mask, bias
+            )
         )
     return kinds
 

@@ -22,7 +22,7 @@ from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.references import Reference, read_header
-from attnserve_server.caches.work import CacheWork, Host, Use, check_distinct
+from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.kernels import part_of
 from attnserve_server.layers.reading import read_mask
@@ -31,7 +31,7 @@ from attnserve_server.layers.request import LayerRequest, layer_request_of, run_
 from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
-from attnserve_server.requests.limits import DEFAULT_LIMITS, RequestLimits
+from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import check_broadcast
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
@@ -178,13 +178,13 @@ class CachedLayerRequest(CacheWork):
 
 
 def read_apply(
-    host: Host,
+    host: CacheHost,
     registry: Registry,
     caller: Caller,
     buffer: bytes,
     at: int,
     end: int,
-    limits: RequestLimits = DEFAULT_LIMITS,
+    limits: RequestLimits,
 ) -> Work:
     """The application that a caller asks for in part of a buffer, with caches or without. Raises RequestError."""
     references, header, payloads = read_header(pb.ApplyRequest, buffer, at, end, limits)
@@ -195,7 +195,7 @@ def read_apply(
 
 
 def _read(
-    host: Host,
+    host: CacheHost,
     owner: str | None,
     references: Sequence[Reference],
     applied: LayerRequest,

@@ -136,7 +136,7 @@ def _open_shards(directory: Path, file: str, layer: str) -> Checkpoint:
     )
 
 
-def read_json(directory: Path, file: str, layer: str = "") -> dict[str, Any]:
+def read_json(directory: Path, file: str, layer: str) -> dict[str, Any]:
     """A JSON object in a file below the model directory. Raises LayerError."""
     try:
         content = json.loads(resolve_file(directory, file, layer).read_bytes())
@@ -185,9 +185,7 @@ def _described(source: ParameterSource, tensor: TensorInfo) -> str:
     return f"{taken} ({whole})"
 
 
-def load(
-    specification: LayerSpecification, directory: Path, device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
+def load(specification: LayerSpecification, directory: Path, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The parameters of a layer by their canonical names: contiguous, in the layer's dtype, on the device.
 
     Raises LayerError with everything that is wrong with them; torch.OutOfMemoryError if the device has no room.

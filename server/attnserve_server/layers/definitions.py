@@ -38,7 +38,7 @@ class Examination:
     defects: tuple[Defect, ...]
 
 
-def load_definitions(path: Path, directory: Path, names: Collection[str] = ()) -> list[LayerSpecification]:
+def load_definitions(path: Path, directory: Path, names: Collection[str]) -> list[LayerSpecification]:
     """The layers that a file of definitions defines, or only those named.
 
     `path` is opened as it is; if a caller named it, pass it through `checkpoint.resolve_file` first. Raises LayerError

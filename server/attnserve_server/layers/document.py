@@ -17,7 +17,7 @@ from attnserve_server.layers.errors import Defect, LayerError, words_of
 from attnserve_server.layers.keys import KEYS, KINDS, SOURCE, Wrong, check, flatten
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.sources import Reference, numbered
-from attnserve_server.layers.specification import Dtype, Kind
+from attnserve_server.layers.specification import Dtype, LayerKind
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
 """What layers may be called: callers send the names, and metrics are labelled with them."""
@@ -36,7 +36,7 @@ class Definition:
     """
 
     name: str
-    kind: Kind
+    kind: LayerKind
     file: str
     dtype: Dtype | None
     preset: str | None
@@ -78,7 +78,7 @@ def read_document(path: Path) -> tuple[list[Definition], list[Defect]]:
     return list(definitions.values()), defects
 
 
-def _kind(table: Mapping[str, Any]) -> Kind | None:
+def _kind(table: Mapping[str, Any]) -> LayerKind | None:
     """The kind of a table's layers; None if it names none that there is."""
     preset = PRESETS.get(str(table.get("preset")))
     declared = table.get("kind", preset.kind if preset else None)
@@ -122,7 +122,7 @@ def _leaves(table: Mapping[str, Any], scope: str = "") -> Iterator[tuple[str, An
             yield scope + name, value
 
 
-def _check_parameter(name: str, value: Any, table: Mapping[str, Any], kind: Kind | None) -> Iterator[Wrong]:
+def _check_parameter(name: str, value: Any, table: Mapping[str, Any], kind: LayerKind | None) -> Iterator[Wrong]:
     key = f"parameters.{name}"
     if isinstance(value, dict):
         yield from check(value, SOURCE, scope=f"{key}.")

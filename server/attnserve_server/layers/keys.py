@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, get_args
 
 from attnserve_server.layers.presets import PRESETS
-from attnserve_server.layers.specification import Activation, Dtype, Kind, NormKind
+from attnserve_server.layers.specification import Activation, Dtype, LayerKind, NormKind
 
 MOST: Final = 2**31 - 1
 """The largest whole number, as an axis of a tensor can have."""
 LARGEST: Final = 3.4028234e38
 """The largest number, as float32 has."""
 
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+KINDS: Final[tuple[LayerKind, ...]] = get_args(LayerKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ _SCORES: Final = {
 }
 _CROSS: Final = _HEADS | {key: _SCORES[key] for key in ("causal", "window", "scale", "softcap")}
 
-KEYS: Final[Mapping[Kind, Mapping[str, Key]]] = {
+KEYS: Final[Mapping[LayerKind, Mapping[str, Key]]] = {
     "multi_head": _COMMON | _HEADS | _WIDTHS | _SCORES,
     "single_head": _COMMON | {"head_dim": LENGTH, "value_dim": LENGTH} | _WIDTHS | _SCORES,
     "additive": _COMMON | {"units": LENGTH} | _WIDTHS | _SEEN,
@@ -163,7 +163,7 @@ def check(table: Mapping[str, Any], keys: Mapping[str, Key], scope: str = "", wh
             yield from check(value, key.table, f"{scope}{name}.")
 
 
-def flatten(table: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def flatten(table: Mapping[str, Any], kind: LayerKind) -> dict[str, Any]:
     """The options of a checked table: all keys except those that every layer has. A nested table itself is true."""
     options: dict[str, Any] = {}
     for name, value in table.items():
@@ -175,7 +175,7 @@ def flatten(table: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return options
 
 
-def belongs(option: str, kind: Kind) -> bool:
+def belongs(option: str, kind: LayerKind) -> bool:
     """Whether a kind of layer has an option, by its dotted name."""
     name, _, inner = option.partition(".")
     key = None if name in _COMMON else KEYS[kind].get(name)

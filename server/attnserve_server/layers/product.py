@@ -48,7 +48,7 @@ def products_of(compute: Compute) -> Products | None:
     return None if compute.native is None else compute.native.products
 
 
-def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> Product:
+def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None) -> Product:
     """The product with a weight [outputs, inputs], whose inputs are a multiple of WIDTH (`projection`), by `products`
     if they support it. If the weight is packed, the original is not kept.
     """

@@ -35,7 +35,7 @@ class Projection:
 
     @staticmethod
     def of(
-        weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], products: Products | None = None
+        weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], products: Products | None
     ) -> Projection:
         """The maps with some weights, with biases or without, by `products` if they support them."""
         widths = [_whole(len(weight)) for weight in weights]

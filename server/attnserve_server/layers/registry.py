@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from attnserve_server.devices import Device
 from attnserve_server.errors import LIMIT_EXCEEDED, FailedPrecondition, NotFound, OutOfMemory
@@ -25,8 +24,6 @@ from attnserve_server.layers.outline import Outline, outline
 from attnserve_server.layers.specification import LayerSpecification
 
 logger = logging.getLogger(__name__)
-
-MAX_LAYERS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +55,8 @@ class Registry:
         self,
         device: Device,
         directory: Path | None,
-        changed: Callable[[Mapping[str, int]], None] = lambda sizes: None,
-        max_layers: int = MAX_LAYERS,
+        changed: Callable[[Mapping[str, int]], None],
+        max_layers: int,
     ) -> None:
         self._device = device
         self._changed = changed

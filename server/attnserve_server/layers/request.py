@@ -19,7 +19,7 @@ from attnserve import _fields, _wire
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
-from attnserve_server.devices.results import Parts, fetched
+from attnserve_server.devices.results import ReplyTensors, fetched
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels import excluded_score
 from attnserve_server.layers.application import Application, application_of
@@ -121,7 +121,7 @@ class LayerRequest(Independent):
         specification, payloads = self.loaded.specification, self.received.payloads
         return replace(self, received=None, input=read_input(specification, self.application, self.extent, payloads))
 
-    def arranged(self, output: LayerOutput) -> Parts:
+    def arranged(self, output: LayerOutput) -> ReplyTensors:
         """The elements of the reply, laid out as the input was: output, lse and scores."""
         application, lengths = self.application, self.extent.lengths
         dtype = output.output.dtype if application.takes_ids else TORCH[application.tensors["input"].dtype]

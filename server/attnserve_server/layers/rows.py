@@ -22,7 +22,7 @@ from attnserve_server.requests.options import ScoreStage
 Piece = TypeVar("Piece")
 
 
-class Kind(NamedTuple):
+class SequenceKind(NamedTuple):
     """What sequences that share a kernel call have in common. Offsets are those of masks, and 0 where none needs them.
 
     For mask and bias it is how they broadcast: the number of heads, and whether one row serves all queries, and one
@@ -31,13 +31,13 @@ class Kind(NamedTuple):
 
     query_length: int
     kv_length: int
-    offset: int = 0
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    return_lse: bool = False
-    return_scores: ScoreStage | None = None
-    mask: tuple[int, bool, bool] | None = None
-    bias: tuple[int, bool, bool] | None = None
+    offset: int
+    causal: bool
+    window: tuple[int, int]
+    return_lse: bool
+    return_scores: ScoreStage | None
+    mask: tuple[int, bool, bool] | None
+    bias: tuple[int, bool, bool] | None
 
 
 WHOLE: Final = 64
@@ -57,7 +57,7 @@ def multiple_of(native: bool, widths: Iterable[int]) -> int:
 class Packing:
     """Where sequences of these lengths lie, end to end, in a multiple of some number of rows."""
 
-    def __init__(self, lengths: Sequence[int], multiple: int = ROWS) -> None:
+    def __init__(self, lengths: Sequence[int], multiple: int) -> None:
         self.lengths = list(lengths)
         self.starts = list(itertools.accumulate(self.lengths, initial=0))
         self.total = self.starts.pop()
@@ -79,7 +79,7 @@ class Stack:
     mask and bias have rank 4; their first axis is that of the sequences.
     """
 
-    kind: Kind
+    kind: SequenceKind
     first: int
     count: int
     query_start: int
@@ -101,7 +101,7 @@ class Batch:
     equal first kind are adjacent, and among these those of equal second kind.
     """
 
-    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[Kind], multiple: int = ROWS) -> None:
+    def __init__(self, inputs: Sequence[LayerInput], *kinds: list[SequenceKind], multiple: int) -> None:
         self._requests = inputs
         sequences = [(request, n) for request, each in enumerate(inputs) for n in range(len(each.lengths))]
         self._order = _order(kinds, len(sequences))
@@ -183,7 +183,7 @@ class Batch:
             first += count
         return stacks
 
-    def _stacked(self, name: str, kind: Kind, first: int, count: int) -> torch.Tensor | None:
+    def _stacked(self, name: str, kind: SequenceKind, first: int, count: int) -> torch.Tensor | None:
         """Mask or bias of some sequences."""
         if getattr(kind, name) is None:
             return None
@@ -195,7 +195,7 @@ class Batch:
         return parts[0] if count == 1 else torch.cat(parts)
 
 
-def _order(kinds: Sequence[list[Kind]], count: int) -> list[int]:
+def _order(kinds: Sequence[list[SequenceKind]], count: int) -> list[int]:
     """The places of sequences, ordered so that equal kinds are adjacent, by first appearance."""
     ranks: list[dict[Hashable, int]] = [{} for _ in kinds]
     keys = [

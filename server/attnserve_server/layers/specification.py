@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
-Kind: TypeAlias = Literal["multi_head", "single_head", "additive", "general", "transformer"]
+LayerKind: TypeAlias = Literal["multi_head", "single_head", "additive", "general", "transformer"]
 """What a layer is, as `layers.toml` says it."""
 NormKind: TypeAlias = Literal["layer", "rms"]
 
@@ -29,7 +29,7 @@ class Rotary:
     """
 
     width: int
-    base: float = 10000.0
+    base: float
     interleaved: bool = False
     offset: int = 0
 
@@ -267,7 +267,7 @@ class LayerSpecification:
     """
 
     name: str
-    kind: Literal["multi_head", "single_head", "additive", "general", "transformer"]
+    kind: LayerKind
     architecture: Architecture
     dtype: Dtype
     file: str

@@ -221,7 +221,7 @@ class Library:
         self.attend_function = Function("attend", instructions, ctypes.c_void_p, ctypes.c_int64)
         """Computes a number of calls at an address."""
 
-    def attend(self, calls: bytearray, threads: Threads | None = None) -> list[int]:
+    def attend(self, calls: bytearray, threads: Threads | None) -> list[int]:
         """Computes packed calls. Returns the places of those whose results are not finite, not counting rows with
         nothing to attend: no result of such a call has any meaning.
 
@@ -233,7 +233,7 @@ class Library:
         return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
 
 
-def best(wanted: str = "auto") -> Library | None:
+def best(wanted: str) -> Library | None:
     """The kernel for the best instruction set available, if any (`auto`), none (`off`), or the one for an instruction
     set given by name. Raises LookupError if that is not available.
     """

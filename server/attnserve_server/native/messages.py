@@ -201,7 +201,7 @@ class Messages:
         _KEYS.pack_into(self._asked_memory, at + _LENGTH_AT, kv_length, offset)
         self._asked[_REFERENCES + REFERENCE * call + _CACHE_LENGTH] = length
 
-    def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int = 0) -> int:
+    def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int) -> int:
         """Computes what that message, which must still be in memory, asks for: `effort` is in FLOPs. The times are what
         decoding, queueing and staging took each request. Returns the nanoseconds that computing took. Raises
         MemoryError, and ArithmeticError if not all results are finite.

@@ -37,7 +37,7 @@ class MultiHeads:
         address, size = ctypes.c_void_p, ctypes.c_int64
         self._apply = Function("multi_head", instructions, ctypes.c_char_p, address, size)
 
-    def apply(self, layer: bytes, pieces: bytearray, threads: Threads | None = None) -> list[int]:
+    def apply(self, layer: bytes, pieces: bytearray, threads: Threads | None) -> list[int]:
         """Computes pieces with a layer. Returns the places of those whose attention has NaN or infinities: no result of
         such a piece has any meaning. `threads` as for the library's attention. Raises MemoryError.
         """

@@ -132,9 +132,7 @@ def _norm(norm: Norm | None) -> bytes:
 class Passages:
     """The library's passages, for one instruction set."""
 
-    def __init__(
-        self, instructions: str, threads_for: Callable[[int], Threads | None] = lambda flops: Threads()
-    ) -> None:
+    def __init__(self, instructions: str, threads_for: Callable[[int], Threads | None]) -> None:
         """`threads_for` says with which threads the calling one computes what takes as long as this many FLOPs
         (`Function`). Raises OSError if there is no library.
         """
@@ -145,8 +143,8 @@ class Passages:
         self,
         passage: Passage,
         rows: torch.Tensor,
-        attended: torch.Tensor | None = None,
-        rotations: torch.Tensor | None = None,
+        attended: torch.Tensor | None,
+        rotations: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a passage makes of rows [n, width]: the rows behind its parts, and what it ends with, projections
         [n, outputs] or, at the end of a stack, rows [n, width].

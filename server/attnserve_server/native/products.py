@@ -60,9 +60,7 @@ class PackedWeight:
 class Products:
     """The library's products, for one instruction set."""
 
-    def __init__(
-        self, instructions: str, threads_for: Callable[[int], Threads | None] = lambda flops: Threads()
-    ) -> None:
+    def __init__(self, instructions: str, threads_for: Callable[[int], Threads | None]) -> None:
         """`threads_for` says with which threads the calling one computes a product of some FLOPs (`Function`). Raises
         OSError if there is no library.
         """

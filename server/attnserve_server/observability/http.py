@@ -75,8 +75,8 @@ class HttpServer:
         metrics_registry: CollectorRegistry,
         health: Health,
         callers: Callers,
-        tls: ssl.SSLContext | None = None,
-        refusals: Refusals | None = None,
+        tls: ssl.SSLContext | None,
+        refusals: Refusals,
         *,
         patience_s: float = _PATIENCE_S,
     ) -> None:
@@ -85,7 +85,7 @@ class HttpServer:
         self._health = health
         self._callers = callers
         self._tls = tls
-        self._refusals = Refusals() if refusals is None else refusals
+        self._refusals = refusals
         self._patience_s = patience_s
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()

@@ -81,7 +81,7 @@ Reading: TypeAlias = Callable[[], float]
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, version: str, torch_version: str, device: str, native_kernel: str = "") -> None:
+    def __init__(self, version: str, torch_version: str, device: str, native_kernel: str) -> None:
         self.registry = registry = CollectorRegistry()
 
         # Requests
@@ -212,7 +212,7 @@ class Metrics:
         self.stream_opened: Callable[[], None] = streams.inc
         self.stream_closed: Callable[[], None] = streams.dec
 
-    def finished(self, operation: str, code: str, duration_s: float, requests: int = 1) -> None:
+    def finished(self, operation: str, code: str, duration_s: float, requests: int) -> None:
         """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
         together.
         """

@@ -115,9 +115,7 @@ class Trace:
 class Tracing:
     """The recording of requests and batches. Lives on the event loop."""
 
-    def __init__(
-        self, tracer: Tracer, sample: float, metrics: Metrics, device: str, close: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, tracer: Tracer, sample: float, metrics: Metrics, device: str, close: Callable[[], None]) -> None:
         """`sample` is the share of requests without a caller's trace that are recorded; `close` sends what is left."""
         from opentelemetry import trace
         from opentelemetry.context import Context

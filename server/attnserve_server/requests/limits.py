@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
-from attnserve_server.requests.tensors import MAX_LENGTH, MAX_RANK, TensorSpec, check_rank
+from attnserve_server.requests.tensors import TensorSpec, check_rank
 
 HEADER_BYTES = 1 << 16
 """Bytes allowed besides the contents of a request's tensors and the caches that it names; more than it needs."""
@@ -19,18 +19,18 @@ REFERENCE_BYTES = 64
 """Further bytes allowed for each cache."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestLimits:
     """The most axes and elements of a tensor, sequences with lengths or offsets of their own, and FLOPs of a request.
 
     Compared by identity: a server has one, which is part of the key under which headers are remembered.
     """
 
-    max_rank: int = MAX_RANK
-    max_elements: int = MAX_LENGTH
-    max_sequences: int = 1 << 14
+    max_rank: int
+    max_elements: int
+    max_sequences: int
     """Each costs microseconds of the event loop."""
-    max_request_flops: int = 2 * 10**13
+    max_request_flops: int
 
     @property
     def max_header_bytes(self) -> int:
@@ -65,8 +65,6 @@ class RequestLimits:
             expected = f"a request of at most {self.max_request_flops} FLOPs"
             raise InvalidRequest("", expected, f"{flops} FLOPs", LIMIT_EXCEEDED, limit="max_request_flops")
 
-
-DEFAULT_LIMITS = RequestLimits()
 
 CPU_REQUEST_FLOPS = 5 * 10**11
 """What one request may cost on a CPU if nothing is configured, for each thread: some 10 s."""

@@ -18,7 +18,7 @@ from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.operations import Fork, Forked, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import Host, Use, cache_named
+from attnserve_server.caches.work import CacheHost, Use, cache_named
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
@@ -46,7 +46,7 @@ class CacheService:
     """
 
     def __init__(
-        self, host: Host, rpcs: Rpcs, attention: AttentionService, default_ttl: float, limits: RequestLimits
+        self, host: CacheHost, rpcs: Rpcs, attention: AttentionService, default_ttl: float, limits: RequestLimits
     ) -> None:
         self._host = host
         self._limits = limits

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Endings:
     """The endings of one server's calls. Lives on the event loop."""
 
-    def __init__(self, metrics: Metrics, refusals: Refusals | None = None) -> None:
+    def __init__(self, metrics: Metrics, refusals: Refusals) -> None:
         self._metrics = metrics
-        self._refusals = Refusals() if refusals is None else refusals
+        self._refusals = refusals
 
     def ended(self, label: str, code: str, arrival: float, trace: Trace | None = None, requests: int = 1) -> None:
         """A call that came at `arrival` (seconds of `time.perf_counter`) ends with a gRPC status code; or several that

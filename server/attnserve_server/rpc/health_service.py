@@ -29,11 +29,11 @@ class HealthService:
     among `messages_due`: others than those of known callers.
     """
 
-    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs, messages_due: MessagesDue | None = None) -> None:
+    def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs, messages_due: MessagesDue) -> None:
         self._health = health
         self._rpcs = rpcs
         self._streams = streams
-        self._messages_due = MessagesDue() if messages_due is None else messages_due
+        self._messages_due = messages_due
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started. To gRPC its methods take streams of messages, as

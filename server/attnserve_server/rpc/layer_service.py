@@ -33,9 +33,7 @@ LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_
 class LayerService:
     """The service for one registry. Without `administration`, no caller can load or unload layers."""
 
-    def __init__(
-        self, registry: Registry, rpcs: Rpcs, check_open: Callable[[], None], *, administration: bool = True
-    ) -> None:
+    def __init__(self, registry: Registry, rpcs: Rpcs, check_open: Callable[[], None], *, administration: bool) -> None:
         """`check_open` raises what new work gets from a server that takes none."""
         self._registry = registry
         self._rpcs = rpcs

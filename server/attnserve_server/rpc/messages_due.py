@@ -32,9 +32,9 @@ class MessagesDue:
 
     def __init__(
         self,
-        most_of_one: int = 4096,
-        most_of_all: int | None = None,
-        max_time: float | None = None,
+        most_of_one: int,
+        most_of_all: int | None,
+        max_time: float | None,
         unhurried: OpenRpcs | None = None,
     ) -> None:
         self._waiting = OpenRpcs(most_of_one, most_of_all, too_many_unsent)

@@ -47,7 +47,7 @@ class Outbox:
         context: aio.ServicerContext[bytes, bytes],
         engine: Engine,
         metrics: Metrics,
-        unread: UnreadReplies | None = None,
+        unread: UnreadReplies | None,
     ) -> None:
         self._context = context
         self._engine = engine

@@ -68,15 +68,15 @@ class Rpcs:
         self,
         callers: Callers,
         metrics: Metrics,
-        endings: Endings | None = None,
-        messages_due: MessagesDue | None = None,
-        unread: UnreadReplies | None = None,
+        endings: Endings,
+        messages_due: MessagesDue,
+        unread: UnreadReplies | None,
     ) -> None:
         """`unread` ends unary calls whose replies are not read; None if these may wait for ever."""
         self.callers = callers
-        self.endings = Endings(metrics) if endings is None else endings
+        self.endings = endings
         self._metrics = metrics
-        self._messages_due = MessagesDue() if messages_due is None else messages_due
+        self._messages_due = messages_due
         self.replies_due = RepliesDue()
         self._unread = unread
 

@@ -45,8 +45,8 @@ class AttentionService:
         streams: Streams,
         rpcs: Rpcs,
         info: bytes,
-        max_caller_streams: int = 1024,
-        stream_life: StreamLife | None = None,
+        max_caller_streams: int,
+        stream_life: StreamLife | None,
     ) -> None:
         self._streams = streams
         self._engine = streams.engine

@@ -16,7 +16,7 @@ from grpc import aio
 from attnserve_server.access.opening import Access
 from attnserve_server.caches.fast_path import CacheFastPath
 from attnserve_server.caches.request import read_attend
-from attnserve_server.caches.work import Host
+from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices import Device
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
@@ -79,7 +79,7 @@ class Parts:
     device: Device
     engine: Engine
     registry: Registry
-    caches: Host
+    caches: CacheHost
     limits: RequestLimits
     access: Access
     health: Health

@@ -70,11 +70,11 @@ class Streams:
     """Takes note of how calls end."""
     reading_turns: ReadingTurns
     """When the streams of one caller may read their messages."""
-    tracing: Tracing | None = None
-    """Records the calls."""
-    fast_path: FastPath | None = None
-    """Answers messages as a whole, unless calls are recorded."""
-    unread: UnreadReplies | None = None
+    tracing: Tracing | None
+    """Records the calls; None if nothing does."""
+    fast_path: FastPath | None
+    """Answers messages as a whole, unless calls are recorded; None if nothing does."""
+    unread: UnreadReplies | None
     """Ends streams whose replies are not read; None if these may wait for ever."""
 
 

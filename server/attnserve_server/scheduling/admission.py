@@ -69,13 +69,13 @@ class Admission:
         max_requests: int,
         max_bytes: int,
         max_flops: int,
-        max_reply_bytes: int | None = None,
-        max_queue_time: float = 0.0,
+        max_reply_bytes: int,
+        max_queue_time: float,
     ) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._max_flops = max_flops
-        self._max_reply_bytes = max_bytes if max_reply_bytes is None else max_reply_bytes
+        self._max_reply_bytes = max_reply_bytes
         self._max_queue_time = max_queue_time or inf
         self._everybody = InFlight()
         self._queue_stands = False
@@ -184,7 +184,7 @@ class Admission:
             return self._has_its_share("queue_time", _rounded(longest), own)
         return self._full("queue_time", _rounded(longest))
 
-    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int = 0, kind: str = "") -> None:
+    def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int, kind: str) -> None:
         """Counts in a request of a kind of work: its bytes (its reply's included) and FLOPs. Raises Overloaded, with
         nothing counted, if there is no room now, and InvalidRequest if there never will be.
         """
@@ -241,7 +241,7 @@ class Admission:
             usage.bytes += size
 
     def recount(
-        self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str = ""
+        self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str
     ) -> None:
         """Recounts a request that has not been computed, whose bytes and FLOPs differ from those at admission. Raises
         what `admit` does, with nothing recounted.
@@ -260,7 +260,7 @@ class Admission:
             usage.work.remove(kind, before[1])
             usage.work.add(kind, now[1])
 
-    def computed(self, caller: Hashable, size: int, flops: int, kind: str = "") -> None:
+    def computed(self, caller: Hashable, size: int, flops: int, kind: str) -> None:
         """Counts out the FLOPs of a request that has been computed, or will not be; its bytes no longer wait."""
         self._told.clear()
         for usage in (self._everybody, self._callers[caller]):

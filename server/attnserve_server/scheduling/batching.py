@@ -94,15 +94,15 @@ class BatchQueue(Generic[E]):
         max_cost: int,
         max_requests: int,
         aging: float,
-        pace: Pace | None = None,
-        max_batch_bytes: int | None = None,
-        layer_discount: int = 1,
+        pace: Pace,
+        max_batch_bytes: int | None,
+        layer_discount: int,
     ) -> None:
         """No batch exceeds these bounds unless it is of one entry. So many operations of a layer count as one."""
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
-        self._pace = pace or Pace()
+        self._pace = pace
         self._max_batch_bytes = max_batch_bytes
         self._layer_discount = layer_discount
         self._filling = 0

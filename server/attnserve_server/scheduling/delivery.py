@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Delivery:
     """Delivers the outcomes of one engine."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
         self._metrics = metrics
         self._tracing = tracing
 

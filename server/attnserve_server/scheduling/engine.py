@@ -50,8 +50,8 @@ class Engine:
         queue: BatchQueue[Entry],
         admission: Admission,
         metrics: Metrics,
-        max_wait: float = 0.0,
-        tracing: Tracing | None = None,
+        max_wait: float,
+        tracing: Tracing | None,
     ) -> None:
         self._device = device
         self._queue = queue

@@ -70,8 +70,8 @@ class Entry:
     arrival: float
     deadline: float
     decode: float
-    caller: Hashable = None
-    trace: Trace | None = None
+    caller: Hashable
+    trace: Trace | None
     cancelled: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
     kind: str = field(init=False)

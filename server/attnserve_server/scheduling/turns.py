@@ -24,8 +24,8 @@ class _Entered(NamedTuple):
 class _Line(Generic[T]):
     """Those that have a thing (several share it), and those that wait for it."""
 
-    having: set[T] = field(default_factory=set)
-    shared: bool = False
+    having: set[T]
+    shared: bool
     waiting: deque[T] = field(default_factory=deque)
 
 
@@ -47,7 +47,7 @@ class Turns(Generic[T]):
         """All that have entered and not left, whether it is their turn or not."""
         return list(self._entered)
 
-    def enter(self, who: T, needs: Sequence[Hashable], shares: bool = False) -> bool:
+    def enter(self, who: T, needs: Sequence[Hashable], shares: bool) -> bool:
         """Lines up for things, all different, to share or to have alone; returns whether its turn has come already."""
         self._entered[who] = _Entered(tuple(needs), shares)
         ahead = 0
