@@ -72,6 +72,26 @@ def test_credentials_that_make_no_sense_are_refused(client_class: Any, argument:
         client_class(**argument)
 
 
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+@pytest.mark.parametrize("contents", [b"", b"no certificate", None])
+def test_authorities_that_are_none_are_refused(client_class: Any, contents: bytes | None, tmp_path: Path) -> None:
+    """GRPC would trust all that it knows, if the file is empty."""
+    files = certificates.Authority(tmp_path).issue("client")
+    ca = tmp_path / "mine.pem"
+    ca.write_bytes(files.key.read_bytes() if contents is None else contents)
+    with pytest.raises(ValueError, match=f"^tls: cannot use {ca} as ca: .*no certificate"):
+        client_class(tls=TLS(ca=ca))
+
+
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+def test_a_key_that_is_not_that_of_the_certificate_is_refused(client_class: Any, tmp_path: Path) -> None:
+    authority = certificates.Authority(tmp_path)
+    one, another = authority.issue("one"), authority.issue("another")
+    words = f"^tls: cannot use {one.certificate}, {another.key} as certificate and key: .*KEY_VALUES_MISMATCH"
+    with pytest.raises(ValueError, match=words):
+        client_class(tls=TLS(ca=authority.ca, certificate=one.certificate, key=another.key))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -11,7 +11,8 @@ import re
 import ssl
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -60,19 +61,19 @@ class TLS:
             raise ValueError(f"tls: expected both a certificate and its key, or neither, found {alone} alone")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials for a channel. ValueError if a file cannot be read."""
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
-
-    def check(self) -> None:
-        """Raises ValueError if the files are not valid: a key that is not the certificate's, or invalid authorities."""
+        """The credentials for a channel. ValueError if a file cannot be read, has no certificates, or has a key that is
+        not the certificate's. gRPC would report some of these as a server that does not answer, and take an empty `ca`
+        for its own list of authorities.
+        """
+        ca, certificate, key = _read(self.ca), _read(self.certificate), _read(self.key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            if self.certificate is not None:
-                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never prompt on a terminal
-            if self.ca is not None:
+        if self.ca is not None:
+            with _used("ca", self.ca):
                 context.load_verify_locations(self.ca)
-        except OSError as error:  # SSLError is one, too
-            raise ValueError(f"tls: the files are not in order: {error.strerror}") from None
+        if self.certificate is not None and self.key is not None:
+            with _used("certificate and key", self.certificate, self.key):
+                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never prompt on a terminal
+        return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Identity:
     """The credentials for a client's channels: the files of a `TLS`, as they are now."""
 
     def __init__(self, tls: TLS | None) -> None:
-        """Reads the files. ValueError if one cannot be read."""
+        """Reads the files. ValueError if one cannot be read or used."""
         self._tls = tls
         files = () if tls is None else (tls.ca, tls.certificate, tls.key)
         self._paths = [Path(file) for file in files if file is not None]
@@ -131,7 +132,6 @@ class Identity:
             if self._tls is None or seen == self._seen:
                 return False
             try:
-                self._tls.check()
                 credentials = self._tls.channel_credentials()
             except ValueError:  # they are being replaced: the next look will find the new ones
                 return False
@@ -214,6 +214,16 @@ def _read(path: PathLike | None) -> bytes | None:
         return None if path is None else Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"tls: cannot read {os.fspath(path or '')}: {error.strerror}") from None
+
+
+@contextmanager
+def _used(name: str, *files: PathLike) -> Iterator[None]:
+    """Names what cannot be used, by its names in a `TLS`."""
+    try:
+        yield
+    except OSError as error:  # SSLError is one, too
+        used = ", ".join(map(os.fspath, files))
+        raise ValueError(f"tls: cannot use {used} as {name}: {error.strerror or error}") from None
 
 
 def _token_in(path: Path) -> str:
