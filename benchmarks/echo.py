@@ -18,6 +18,7 @@ from grpc import aio
 from attnserve._requests.operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.host.allocator import keep_one_heap
+from attnserve_server.host.event_loop import EventLoop
 from attnserve_server.requests.reply import stream_reply
 from attnserve_server.rpc.calls import read_message
 from attnserve_server.rpc.outbox import MAX_JOINED_BYTES
@@ -109,4 +110,5 @@ if __name__ == "__main__":
     _, device, known = sys.argv
     keep_one_heap()  # as the service does
     suite = SUITES[device]
-    asyncio.run(serve(suite.workloads.values() if known == "workloads" else points(suite.curves)))
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(serve(suite.workloads.values() if known == "workloads" else points(suite.curves)))

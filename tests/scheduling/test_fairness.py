@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import SECOND, Entry, queue_of, work
+from waiting import SECOND, Entry, popped, queue_of, work
 
 from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock
 from attnserve_server.scheduling.pace import Pace
@@ -90,6 +90,36 @@ def test_who_shares_batches_with_others_is_charged_its_part() -> None:
     entries = {caller: Entry(caller=caller, cost=cost) for caller, cost in (("a", 10), ("b", 30))}
     taken = run(entries, {"a": 0.5, "b": 1.5}, each=4, pace=Pace(1 / SECOND, 1e-12))  # fifty times what is expected
     assert taken["a"] == pytest.approx(taken["b"], rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["cancelled, and taken out", "cancelled", "expired"])
+def test_what_never_runs_is_not_held_against_what_its_caller_sends_next(how: str) -> None:
+    left = [Entry(caller="one", cost=50, priority=1, deadline=0.5) for _ in range(20)]
+    queue = queue_of(*left, Entry(caller="another", cost=10), max_requests=1)
+    for entry in left:
+        entry.cancelled = how != "expired"
+    if "taken out" in how:
+        assert queue.drop_cancelled() == left
+    assert [entry.caller for batch in popped(queue, 1.0) for entry in batch] == ["another"]  # which runs on
+    for caller in ("another", "one") * 4:
+        queue.push(Entry(caller=caller, cost=10))
+    assert Counter(batch[0].caller for batch in popped(queue, 1.0)[:4]) == {"one": 2, "another": 2}
+
+
+def test_a_caller_owes_what_took_longer_even_if_it_was_forgotten_meanwhile() -> None:
+    pace = Pace(1 / SECOND, 1e-12)
+    queue = queue_of(Entry(caller="one", cost=10), max_requests=1, pace=pace)
+    slow = queue.pop(0.0)
+    for number in range(2 * FORGOTTEN):
+        queue.push(Entry(caller=number, cost=10))
+    for _ in range(2 * FORGOTTEN):
+        queue.end(queue.pop(0.0), 0.01)
+    queue.push(Entry(caller="another", cost=10))
+    queue.end(slow, 100.0)
+    queue.push(Entry(caller="one", cost=10))
+    for _ in range(5):
+        queue.push(Entry(caller="another", cost=10))
+    assert [batch[0].caller for batch in popped(queue)] == ["another"] * 6 + ["one"]
 
 
 def test_a_caller_owes_what_still_runs_when_nobody_waits() -> None:

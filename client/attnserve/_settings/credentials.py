@@ -222,7 +222,7 @@ def _used(name: str, *files: PathLike) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # SSLError is one, too
-        used = ", ".join(map(os.fspath, files))
+        used = ", ".join(os.fspath(file) for file in files)
         raise ValueError(f"tls: cannot use {used} as {name}: {error.strerror or error}") from None
 
 

@@ -191,9 +191,10 @@ class BatchQueue(Generic[E]):
 
     def drop_cancelled(self) -> list[E]:
         """Takes out all entries that have been cancelled. Looks at all waiting entries."""
-        dropped = [placed.item for group in self._groups.values() for _, placed in group if placed.item.cancelled]
-        if not dropped:
-            return dropped
+        cancelled = [placed for group in self._groups.values() for _, placed in group if placed.item.cancelled]
+        if not cancelled:
+            return []
+        dropped = [placed.item for placed in cancelled]
         for group in {entry.group for entry in dropped}:
             left: ByPriority[E] = ByPriority()
             for priority, placed in self._groups.pop(group):
@@ -201,8 +202,9 @@ class BatchQueue(Generic[E]):
                     left.push(priority, placed)
             if left:
                 self._groups[group] = left
-        for entry in dropped:
-            self._forget(entry)
+        for placed in cancelled:
+            self._waive(placed)
+            self._forget(placed.item)
         self._find_first()
         return dropped
 
@@ -238,7 +240,9 @@ class BatchQueue(Generic[E]):
                     break
             waiting.pop(priority)
             changed.add(priority)
-            if gone is None and not batch.entries:
+            if gone is not None:
+                self._waive(head)
+            elif not batch.entries:
                 self._fairness.begin_run()  # before the entry leaves
             self._forget(entry)
             if gone is None:
@@ -264,6 +268,10 @@ class BatchQueue(Generic[E]):
         """The part of a batch that so much fills, by the bound that it is nearest to; 1 for what exceeds one."""
         by_bytes = 0.0 if self._max_batch_bytes is None else size / self._max_batch_bytes
         return min(1.0, max(requests / self._max_requests, filling / self._max_cost, by_bytes))
+
+    def _waive(self, placed: Placed[E]) -> None:
+        """Takes note that an entry, which is still counted, will not run."""
+        self._fairness.waive(placed.item.caller, placed.item.priority, placed.seconds)
 
     def _forget(self, entry: E) -> None:
         self._fairness.leave(entry.caller)

@@ -68,6 +68,10 @@ class FairClock:
             self._until = {each: until for each, until in self._until.items() if max(until.values()) > self._now}
             self._prune_at = max(FORGOTTEN, 2 * len(self._until))
 
+    def waive(self, caller: Hashable, priority: int, seconds: float) -> None:
+        """Charges nothing for an entry that waits, should have taken that long, and will not run."""
+        self._correct(caller, priority, -seconds)
+
     def begin_run(self) -> None:
         """Takes note that entries run from now on, which leave: until `end_run`, nobody starts afresh."""
         self._running += 1
@@ -92,8 +96,12 @@ class FairClock:
             self._start_afresh()
 
     def _correct(self, caller: Hashable, priority: int, more: float) -> None:
-        """Counts that much more as used by a caller."""
-        until = self._until.get(caller, {})
+        """Counts that much more as used by a caller, which may have been forgotten since: then it owed nothing."""
+        until = self._until.get(caller)
+        if until is None:
+            if more > 0.0:
+                self._until[caller] = {priority: self._now + more}
+            return
         for level in until:
             if level <= priority:
                 until[level] += more
