@@ -86,6 +86,27 @@ def test_what_takes_longer_per_flop_gets_no_more_time(slow: float, known: bool) 
     assert taken["slow"] > 0.4 * taken.total()
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_waits_is_due_later_once_its_like_is_known_to_take_long(learns: bool) -> None:
+    """However much had come before anybody knew."""
+    pace = Pace(1 / SECOND, 1e-12)
+    pace.learn(work(1, 10, "fast"), 0.01)
+    flood = [Entry(caller="flood", kind="slow", group="a", cost=10, priority=number % 2) for number in range(16)]
+    queue = queue_of(*flood, max_requests=1, pace=pace)
+    slow, other = queue.pop(0.0), Entry(caller="other", kind="fast", group="b", cost=10)
+    queue.push(replace(other))
+    if learns:
+        pace.learn(slow.work, 1.0)
+    queue.end(slow, 1.0)
+    callers = Counter[object]()
+    while callers["flood"] < len(flood) - 1:
+        batch = queue.pop(0.0)
+        callers[batch.entries[0].caller] += 1
+        queue.push(replace(other))
+        queue.end(batch, 1.0 if batch.entries[0].caller == "flood" else 0.01)
+    assert callers["other"] == pytest.approx(100 * callers["flood"], rel=0.2)
+
+
 def test_who_shares_batches_with_others_is_charged_its_part() -> None:
     entries = {caller: Entry(caller=caller, cost=cost) for caller, cost in (("a", 10), ("b", 30))}
     taken = run(entries, {"a": 0.5, "b": 1.5}, each=4, pace=Pace(1 / SECOND, 1e-12))  # fifty times what is expected

@@ -13,14 +13,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
 from attnserve_server.scheduling.by_priority import ByPriority, Placed
-from attnserve_server.scheduling.fairness import FairClock
+from attnserve_server.scheduling.fairness import FairClock, Place
 from attnserve_server.scheduling.pace import Amount, Pace
 
 MOST_SKIPPED: Final = 64
 """How many places of groups that are no longer first are kept, beside two for each entry."""
+
+SURPRISE: Final = 1.5
+"""What takes this many times as long as it should have changes when its callers' waiting entries are due,"""
+SURPRISE_SECONDS: Final = 0.005
+"""if it takes this much longer: less would not be worth the work."""
 
 
 class Waiting(Protocol):
@@ -188,6 +194,31 @@ class BatchQueue(Generic[E]):
         shares, whatever it should have taken. None if none of it has run.
         """
         self._fairness.end_run(batch.charges, batch.callers, seconds)
+        expected = sum(batch.charges.values())
+        if self.requests and seconds is not None and seconds > max(SURPRISE * expected, expected + SURPRISE_SECONDS):
+            self._begin_later({caller for caller, _ in batch.charges})
+
+    def _begin_later(self, callers: set[Hashable]) -> None:
+        """Places what callers have waiting anew, because something of theirs took much longer than it should have: what
+        is like it does so, too, and each would run before others as if it did not. Looks at all waiting entries.
+        """
+        waiting = sorted((placed for group in self._groups.values() for _, placed in group), key=attrgetter("number"))
+        begins: dict[int, tuple[float, float]] = {}
+        for caller in callers:
+            own = [placed for placed in waiting if placed.item.caller == caller]
+            seconds = [self._pace.seconds_of(placed.item.kind, placed.item.cost) for placed in own]
+            places = [
+                Place(placed.item.priority, placed.begin, placed.seconds, now)
+                for placed, now in zip(own, seconds, strict=True)
+            ]
+            later = zip(self._fairness.begin_later(caller, places), seconds, strict=True)
+            begins |= zip([placed.number for placed in own], later, strict=True)
+        self._groups.clear()
+        for placed in waiting:
+            begin, now = begins.get(placed.number, (placed.begin, placed.seconds))
+            its_group = self._groups.setdefault(placed.item.group, ByPriority())
+            its_group.push(placed.item.priority, Placed(begin, placed.number, placed.item, now))
+        self._find_first()
 
     def drop_cancelled(self) -> list[E]:
         """Takes out all entries that have been cancelled. Looks at all waiting entries."""

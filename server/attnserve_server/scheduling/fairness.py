@@ -10,13 +10,22 @@ what takes longer than it seems.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Final
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final, NamedTuple
 
 FORGOTTEN: Final = 256
 """How many callers are remembered before those that the virtual clock has passed are forgotten."""
 
 _NOTHING: Final[Mapping[int, float]] = {}
+
+
+class Place(NamedTuple):
+    """An entry that waits: its priority and virtual start time, how long it should have taken, and how long now."""
+
+    priority: int
+    begin: float
+    before: float
+    seconds: float
 
 
 class FairClock:
@@ -54,6 +63,27 @@ class FairClock:
             if level < priority:
                 until[level] += seconds
         return begin
+
+    def begin_later(self, caller: Hashable, waiting: Iterable[Place]) -> list[float]:
+        """The virtual start times of all entries of a caller that wait, in the order in which they came, when it has
+        used more than it should have, and they should take other times than when they came. None begins earlier.
+        """
+        places = list(waiting)
+        until = dict(self._until.get(caller, _NOTHING))
+        for place in places:
+            for level in until:
+                if level <= place.priority:
+                    until[level] -= place.before
+        begins = []
+        for place in places:
+            begin = max([place.begin, *(done for level, done in until.items() if level >= place.priority)])
+            begins.append(begin)
+            until[place.priority] = begin + place.seconds
+            for level in until:
+                if level < place.priority:
+                    until[level] += place.seconds
+        self._until[caller] = until
+        return begins
 
     def leave(self, caller: Hashable) -> None:
         """Counts out one of a caller's entries, which waits no longer, whether it runs or not."""
