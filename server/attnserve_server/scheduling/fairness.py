@@ -69,6 +69,8 @@ class FairClock:
         used more than it should have, and they should take other times than when they came. None begins earlier.
         """
         places = list(waiting)
+        if not places:
+            return []
         until = dict(self._until.get(caller, _NOTHING))
         for place in places:
             for level in until:
