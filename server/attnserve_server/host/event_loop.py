@@ -5,9 +5,11 @@ it is busy all of the time, further requests wait in their connections, where no
 cannot be accepted, because there are no file descriptors left, it says so in a line.
 
 gRPC's thread tells the loop of each event by a byte in a socket. The callback that gRPC adds for that socket handles
-all events there are, but reads one byte. The others make the loop turn for nothing and, when there are some 280, have
-gRPC's thread wait for it: then all connections get on by one event in a turn, whoever they belong to. So all bytes but
-one are read before the callback is called.
+all events there are, but reads one byte. When some 280 have not been read, gRPC's thread waits: then all connections,
+whoever they belong to, get on by an event for each turn of the loop. While it turns quickly that is as it should
+be: what the server is not ready for stays with those who sent it, and who sends little does not wait behind it. But
+where turns are long, everybody waits for many of them, for seconds. So of what a turn has left, a byte is read for each
+`SECONDS_OF_AN_EVENT` that it took, before the callback is called.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPTS_AGAIN_S: Final = 1.0
 """After how long asyncio tries to accept connections again."""
 
+SECONDS_OF_AN_EVENT: Final = 0.001
+"""The longest time that an event of gRPC's takes, whatever the loop does between any two."""
 MOST_BYTES: Final = 4096
 """More than there is room for in gRPC's socket: each takes as much as a whole packet."""
 
@@ -53,7 +57,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     def add_reader(self, fd: int | HasFileno, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         """Has a callback called when there is something to read. If it is a socket, that is gRPC's: see above."""
         if isinstance(fd, socket.socket):
-            super().add_reader(fd, _after_all_but_one, fd, callback, *args)
+            super().add_reader(fd, _Events(fd).call, callback, *args)
         else:
             super().add_reader(fd, callback, *args)
 
@@ -69,14 +73,25 @@ class EventLoop(asyncio.SelectorEventLoop):
             logger.error("no connection can be accepted: %s", error.strerror)
 
 
-def _after_all_but_one(bytes_of_events: socket.socket, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
-    """Reads all bytes but one, then calls a callback that reads one. What a byte tells of is there before the byte is,
-    so that the callback handles all that these did.
-    """
-    written = len(bytes_of_events.recv(MOST_BYTES, socket.MSG_PEEK))
-    if written > 1:
-        bytes_of_events.recv(written - 1)
-    callback(*args)
+class _Events:
+    """The socket by which gRPC tells of events."""
+
+    def __init__(self, bytes_of_events: socket.socket) -> None:
+        self._bytes = bytes_of_events
+        self._called = perf_counter()
+
+    def call(self, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
+        """Calls a callback that reads one byte, after having read those that may be read besides. What a byte tells of
+        is there before the byte is, so that the callback handles all that these did.
+        """
+        now = perf_counter()
+        more = int((now - self._called) / SECONDS_OF_AN_EVENT)
+        self._called = now
+        if more:
+            written = len(self._bytes.recv(min(more + 1, MOST_BYTES), socket.MSG_PEEK))
+            if written > 1:
+                self._bytes.recv(written - 1)
+        callback(*args)
 
 
 class _Selector(selectors.DefaultSelector):
