@@ -92,7 +92,17 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "heads that do not divide": (HEAD + MULTI_HEAD.replace("4", "3"), "heads", "a divisor of the 16 rows"),
     "no heads": (HEAD + MULTI_HEAD.replace("heads = 4", ""), "heads", "a number of heads"),
     "odd groups": (HEAD + "kv_heads = 3" + MULTI_HEAD, "kv_heads", "a divisor of the 4 query heads"),
-    "a parameter that there is not": (GENERAL + 'parameters.query.weight = "w"', "contexts", "a length"),
+    "a parameter that there is not": (GENERAL + 'parameters.query.weight = "w"', "query.weight", "a parameter of gen"),
+    "a misspelt parameter": (
+        HEAD + MULTI_HEAD.replace("query.weight", "query.weigth"),
+        "query.weigth",
+        "a parameter of multi_head layers, such as query.weight",
+    ),
+    "a misspelt parameter of blocks": (
+        HEAD + TRANSFORMER.replace("}.self.query", "}.self.querry"),
+        "blocks.2.self.querry.weight",
+        "a parameter of transformer layers, such as blocks.0.self.query.weight",
+    ),
     "one more parameter": (PLAIN.replace("{", '{ key.weight = "k", '), "key.weight", "a parameter of this layer"),
     "a missing tensor": (PLAIN.replace('"w"', '"nothing"'), "score.weight", "tensor 'nothing'"),
     "a number for a tensor": (PLAIN.replace('"w"', "3"), "parameters.score.weight", "a tensor's name"),
@@ -152,6 +162,18 @@ def test_what_is_wrong_is_told(directory: Path, what: str) -> None:
     name = tomllib.loads(f"[[layers]]\n{text}")["layers"][0].get("name")
     assert told[key].layer == (name if isinstance(name, str) and name else "number 1")
     assert re.fullmatch(r"(layers\.toml|file\.safetensors)", told[key].file)
+
+
+def test_a_misspelt_parameter_is_all_that_is_told_of_lengths_that_it_would_have_told(directory: Path) -> None:
+    defects = wrong(directory, HEAD + MULTI_HEAD.replace("query.weight", "query.weigth"))
+    assert [defect.parameter for defect in defects] == ["query.weigth"]
+
+
+@pytest.mark.parametrize("text", [MULTI_HEAD, TRANSFORMER])
+def test_no_parameter_of_a_kind_is_taken_for_a_stranger(directory: Path, text: str) -> None:
+    """Where something else is wrong, all are looked at."""
+    defects = wrong(directory, HEAD + text.replace("heads = 4", "heads = 3"))
+    assert [defect.parameter for defect in defects] == ["heads"]
 
 
 def test_all_that_is_wrong_is_told_at_once(directory: Path) -> None:

@@ -101,6 +101,42 @@ def build(
             return transformer(evidence)
 
 
+def parameters_of(kind: LayerKind) -> list[str]:
+    """The parameters that layers of a kind can have, in the first of a transformer's blocks."""
+    attention = Attention(
+        inputs=1,
+        contexts=1,
+        outputs=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        value_dim=1,
+        query_bias=True,
+        key_bias=True,
+        value_bias=True,
+        output_bias=True,
+    )
+    match kind:
+        case "multi_head" | "single_head":
+            return list(attention.shapes())
+        case "additive" | "general":
+            score = LearnedScore(
+                score=kind, inputs=1, contexts=1, outputs=1, units=1, bias=True, value=True, value_bias=True
+            )
+            return list(score.shapes())
+        case _:
+            norm = Norm(kind="layer", width=1, epsilon=1.0)
+            block = Block(
+                self_attention=attention,
+                cross_attention=attention,
+                feed_forward=FeedForward(width=1, hidden=1, activation="relu", gated=True),
+                norm=norm,
+                pre_norm=True,
+            )
+            embedding = Embedding(width=1, vocabulary=1, positions=1, segments=1, norm=norm)
+            return list(Transformer(blocks=1, block=block, embedding=embedding, final_norm=norm).shapes())
+
+
 def known(key: str, *candidates: int | None) -> int:
     """The first length that is known. Raises UndeterminedError, naming the key that would declare it."""
     for candidate in candidates:

@@ -6,14 +6,21 @@ from the shapes of its tensors; or all that is wrong in the definitions, configs
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from attnserve_server.layers.architecture import UndeterminedError, UnevenRowsError, UnknownLengthError, build
+from attnserve_server.layers.architecture import (
+    UndeterminedError,
+    UnevenRowsError,
+    UnknownLengthError,
+    build,
+    parameters_of,
+)
 from attnserve_server.layers.checkpoint import FLOATS, Checkpoint, defects_of, open_checkpoint, read_json
 from attnserve_server.layers.document import Definition, read_document
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, NoSuchLayerError, Report, bracketed
@@ -22,7 +29,7 @@ from attnserve_server.layers.keys import belongs
 from attnserve_server.layers.presets import PRESETS, Preset
 from attnserve_server.layers.pretrained_config import options_of
 from attnserve_server.layers.sources import Reference, numbered, shape_of
-from attnserve_server.layers.specification import Dtype, LayerSpecification, ParameterSource
+from attnserve_server.layers.specification import Dtype, LayerKind, LayerSpecification, ParameterSource
 
 MAX_BLOCKS: Final = 10_000
 """The most blocks of a transformer: a mistyped number is an error rather than an endless list."""
@@ -126,6 +133,7 @@ def _specify(definition: Definition, opened: _Opened, report: Report, document: 
         for name, item in sources.items():
             if item.tensor not in tensors:
                 report.add(checkpoint.file, name, f"tensor {item.tensor!r}", "no such tensor")
+        _report_strangers(definition.kind, sources, checkpoint.file, report)
         if not report.defects or not isinstance(error, UnknownLengthError):
             # It cannot be known whether the definition or the tensor is wrong.
             where = f" in {checkpoint.file}" if isinstance(error, UnevenRowsError) else ""
@@ -141,6 +149,20 @@ def _specify(definition: Definition, opened: _Opened, report: Report, document: 
     )
     report.defects += defects_of(specification, tensors)
     return specification
+
+
+def _report_strangers(kind: LayerKind, names: Iterable[str], file: str, report: Report) -> None:
+    """Reports parameters that no layer of this kind has, among them the misspelt ones."""
+    parameters = parameters_of(kind)
+    for name in names:
+        if _in_first_block(name) not in parameters:
+            close = difflib.get_close_matches(_in_first_block(name), parameters, n=1)
+            hint = f", such as {close[0]}" if close else ""
+            report.add(file, name, f"a parameter of {kind} layers{hint}", "one that they do not have")
+
+
+def _in_first_block(name: str) -> str:
+    return re.sub(r"^blocks\.\d+\.", "blocks.0.", name)
 
 
 def _config_options(
