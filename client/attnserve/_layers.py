@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from attnserve import _dtypes
-from attnserve._errors import ProtocolError
+from attnserve._errors import InvalidRequestError, ProtocolError
 from attnserve._requests import arguments
 from attnserve._requests.arguments import Names
 from attnserve._rpc import Ask, AskLater, Rpc
@@ -82,15 +82,17 @@ class Layers:
         """One layer. `NotFoundError` if none has that name."""
         return self._ask(_getting(name), timeout)
 
-    def load(self, definitions: str, names: Names = (), *, timeout: Timeout = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
+    def load(
+        self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
+    ) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name. One whose name is taken replaces the old one at once.
         Caches that the old one has appended to stay as they are: `LayerResult.layer_version` tells their callers.
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
-        layers to load, by default all. `InvalidRequestError` says what is wrong with a definition or its weights,
-        `NotFoundError` that there is no such file, `OverloadedError` that there is no memory for it,
-        `FailedPreconditionError` that the server has no model directory, or would have too many layers, and
-        `PermissionDeniedError` that callers may not load layers.
+        layers to load, one or several; None, the default, stands for all. `InvalidRequestError` says what is wrong with
+        a definition or its weights, `NotFoundError` that there is no such file, `OverloadedError` that there is no
+        memory for it, `FailedPreconditionError` that the server has no model directory, or would have too many layers,
+        and `PermissionDeniedError` that callers may not load layers.
         """
         return self._ask(_loading(definitions, names), timeout)
 
@@ -113,7 +115,9 @@ class AsyncLayers:
         """One layer. `NotFoundError` if none has that name."""
         return await self._ask(_getting(name), timeout)
 
-    async def load(self, definitions: str, names: Names = (), *, timeout: Timeout = _LOAD_TIMEOUT) -> tuple[Layer, ...]:
+    async def load(
+        self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
+    ) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name, as `Layers.load` does."""
         return await self._ask(_loading(definitions, names), timeout)
 
@@ -131,10 +135,11 @@ def _getting(name: str) -> Rpc[pb.LayerServiceGetResponse, Layer]:
     return Rpc(_SERVICE + "Get", request, pb.LayerServiceGetResponse, _only_layer)
 
 
-def _loading(definitions: str, names: Names) -> Rpc[pb.LayerServiceLoadResponse, tuple[Layer, ...]]:
-    request = pb.LayerServiceLoadRequest(
-        definitions=arguments.text("definitions", definitions), names=arguments.names("names", names)
-    )
+def _loading(definitions: str, names: Names | None) -> Rpc[pb.LayerServiceLoadResponse, tuple[Layer, ...]]:
+    chosen = [] if names is None else arguments.names("names", names)
+    if names is not None and not chosen:  # to the server, no names stand for all
+        raise InvalidRequestError("names: expected a name or several, or None for all, found none", field="names")
+    request = pb.LayerServiceLoadRequest(definitions=arguments.text("definitions", definitions), names=chosen)
     return Rpc(_SERVICE + "Load", request, pb.LayerServiceLoadResponse, _layers, repeatable=False)
 
 

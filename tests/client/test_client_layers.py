@@ -169,10 +169,11 @@ def test_what_a_layer_lacks_is_none(ask: Ask, address: str) -> None:
 
 def test_load(ask: Ask, address: str, shelf: Shelf) -> None:
     assert [layer.name for layer in ask(address, "load", "layers.toml")] == ["decoder/cross", "minilm"]
+    assert [layer.name for layer in ask(address, "load", "layers.toml", None)] == ["decoder/cross", "minilm"]
     assert [layer.name for layer in ask(address, "load", "a/b.toml", ("minilm",))] == ["minilm"]
     assert [layer.name for layer in ask(address, "load", "a/b.toml", names="minilm")] == ["minilm"]
     asked = [(request.definitions, list(request.names)) for request in shelf.requests]
-    assert asked == [("layers.toml", []), ("a/b.toml", ["minilm"]), ("a/b.toml", ["minilm"])]
+    assert asked == [("layers.toml", [])] * 2 + [("a/b.toml", ["minilm"]), ("a/b.toml", ["minilm"])]
 
 
 def test_unload(ask: Ask, address: str, shelf: Shelf) -> None:
@@ -190,6 +191,8 @@ def test_unload(ask: Ask, address: str, shelf: Shelf) -> None:
         ("get", (3,), "name"),
         ("load", (None,), "definitions"),
         ("load", ("layers.toml", ["minilm", ""]), "names"),
+        ("load", ("layers.toml", []), "names"),
+        ("load", ("layers.toml", iter(())), "names"),
         ("unload", ([1],), "names"),
         ("unload", (None,), "names"),
     ],
