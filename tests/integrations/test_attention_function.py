@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_client_that_does_not_wait_is_refused() -> None:
     with pytest.raises(TypeError, match="found AsyncClient"):
         register(AsyncClient("127.0.0.1:1"), "asyncio")  # type: ignore[arg-type]
     assert "asyncio" not in transformers.AttentionInterface()
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "paged|eager"])
+def test_an_attention_of_transformers_is_not_replaced(client: Client, name: str) -> None:
+    before = dict(transformers.AttentionInterface()), dict(transformers.AttentionMaskInterface())
+    with pytest.raises(ValueError, match=f"^name: .*, found {re.escape(repr(name))}$"):
+        register(client, name)
+    assert (dict(transformers.AttentionInterface()), dict(transformers.AttentionMaskInterface())) == before
+
+
+@pytest.mark.parametrize("name", ["", 3, None, b"attnserve"])
+def test_a_name_is_text(client: Client, name: Any) -> None:
+    with pytest.raises(TypeError, match=r"^name: expected text, not empty, found"):
+        register(client, name)
 
 
 def test_gradients_are_refused(recorder: Recorder) -> None:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from attnserve import Client
 
 _MADE_FROM = "_attnserve_made_from"
+_registered: set[str] = set()
+"""The names that `register` has registered."""
 
 
 class _Known(NamedTuple):
@@ -70,8 +72,14 @@ def register(client: Client, name: str = "attnserve") -> None:
     `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
     `NotImplementedError` for continuous batching and for sinks that differ by query, and otherwise the errors of
     `Client.attend`. TypeError for what is no client, and for an `AsyncClient`: models wait for their attention.
+    ValueError for the name of an attention that is not of this function, such as ``sdpa``.
     """
     check_client(client)
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name: expected text, not empty, found {name!r}")
+    theirs = (AttentionInterface(), AttentionMaskInterface())  # type: ignore[no-untyped-call]
+    if name not in _registered and any(name in each for each in theirs):
+        raise ValueError(f"name: expected one that transformers has no attention for, found {name!r}")
 
     def attention(
         module: torch.nn.Module,
@@ -83,6 +91,7 @@ def register(client: Client, name: str = "attnserve") -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _attend(client, module, query, key, value, attention_mask, **arguments)
 
+    _registered.add(name)
     # A compiled model breaks its graph here: a call over the network cannot be traced.
     AttentionInterface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(name, torch.compiler.disable(forward_mask))  # type: ignore[no-untyped-call]
