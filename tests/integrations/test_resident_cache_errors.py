@@ -23,7 +23,7 @@ from resident_models import client, llama, locally, nothing_left
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnserve import AsyncClient, Cache, Client, NotFoundError, OverloadedError
+from attnserve import AsyncClient, Cache, Client, InvalidRequestError, NotFoundError, OverloadedError
 from attnserve.integrations.transformers import ResidentCache, register
 
 __all__ = ["client", "llama", "no_gradients", "nothing_left"]
@@ -60,6 +60,15 @@ def test_layers_of_several_shapes_are_refused(client: Client) -> None:
             NotImplementedError, match="layer 1 has 2 heads of 16 and 16, and those before it have 2 of 8"
         ):
             cache.update(*torch.randn(2, 1, 2, 5, 16), 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ttl", -1), ("ttl", 0), ("ttl", "soon"), ("dtype", "int8"), ("dtype", torch.int8)]
+)
+def test_what_no_cache_has_is_refused_when_it_is_made(client: Client, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field}: expected") as caught:
+        ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES), **{field: value})
+    assert caught.value.field == field
 
 
 def test_a_layer_is_not_changed_by_itself(client: Client) -> None:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache as ModelCache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from attnserve import AsyncClient, AttentionResult, AttnServeError
+from attnserve._requests import cache_requests
 from attnserve.integrations._sequences import Sequences
 
 if TYPE_CHECKING:
@@ -208,12 +209,12 @@ class ResidentCache(DynamicCache):
     generation does), and a deep copy is a fork, which shares what is there (for a prompt that several texts begin
     with). All tokens are kept, also those that a sliding window has left behind.
 
-    `NotImplementedError` for models that do more with keys than attend to them by their `attn_implementation` (as some
-    do whose keys are compressed), that keep other states, or keys of several shapes or of a dtype that no cache has;
-    `ValueError` for a batch of another size than before. Methods that ask the service raise its errors, an
-    `AttnServeError`, and so does the model. Some layers then have more tokens than others: `truncate` to the length
-    before, and go on. After a `NotFoundError` nothing is left: `reset` (of a pair, if it is one), and start with all
-    tokens.
+    `InvalidRequestError` for a `dtype` or `ttl` that no cache has; `NotImplementedError` for models that do more with
+    keys than attend to them by their `attn_implementation` (as some do whose keys are compressed), that keep other
+    states, or keys of several shapes or of a dtype that no cache has; `ValueError` for a batch of another size than
+    before. Methods that ask the service raise its errors, an `AttnServeError`, and so does the model. Some layers then
+    have more tokens than others: `truncate` to the length before, and go on. After a `NotFoundError` nothing is left:
+    `reset` (of a pair, if it is one), and start with all tokens.
     """
 
     def __init__(
@@ -223,6 +224,9 @@ class ResidentCache(DynamicCache):
         if not hasattr(config, "to_dict"):
             raise TypeError(f"config: expected that of a model, found {type(config).__name__}")
         count = _count_layers(config)
+        cache_requests.create(
+            1, 1, None, count, "float32" if dtype is None else dtype, ttl
+        )  # raises here, not first in the model
         self._sequences = Sequences(client, count, ttl)
         self._layers = [ResidentLayer(self._sequences, index, dtype) for index in range(count)]
         # Not that of a DynamicCache, whose layers are others; it is one because transformers' pairs do more with them.
