@@ -30,18 +30,20 @@ from grpc_status import rpc_status
 
 
 class AttnServeError(Exception):
-    """The root of the tree: every error with which a call can fail, except wrong uses of Python."""
+    """The root of the tree: every error with which a call can fail, except wrong uses of Python.
+
+    - `code`: the status code that the call ended with, or the one that fits if no server was asked.
+    - `details`: the `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo.
+    - `resent`: whether the call was sent again after an earlier attempt that may have been carried out, its reply lost.
+    """
 
     default_code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, *, code: grpc.StatusCode | None = None, details: tuple[Message, ...] = ()) -> None:
         super().__init__(message)
         self.code: Final = code if code is not None else self.default_code
-        """The status code that the call ended with, or the one that fits if no server was asked."""
         self.details: Final = details
-        """The `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo."""
         self.resent = False
-        """Whether the call was sent again after an earlier attempt that may have been carried out, its reply lost."""
 
     @property
     def reason(self) -> str | None:
@@ -65,7 +67,12 @@ class AttnServeError(Exception):
 
 
 class InvalidRequestError(AttnServeError, ValueError):
-    """The request breaks the contract; nothing was computed, and sending it again is pointless."""
+    """The request breaks the contract; nothing was computed, and sending it again is pointless.
+
+    - `field`: the field that is wrong, such as ``key`` or ``window.left``; None if it is not one field.
+    - `limit`: the limit of the server that the request exceeds, such as ``max_request_flops``: `ServerInfo.limits` or
+      `ServerInfo.settings` says how much that is. None if it exceeds none, or the server does not say which.
+    """
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -80,11 +87,7 @@ class InvalidRequestError(AttnServeError, ValueError):
     ) -> None:
         super().__init__(message, code=code, details=details)
         self.field: Final = field
-        """The field that is wrong, such as ``key`` or ``window.left``; None if it is not one field."""
         self.limit: Final = limit or self._text("limit") or None
-        """The limit of the server that the request exceeds, such as ``max_request_flops``: `ServerInfo.limits` or
-        `ServerInfo.settings` says how much that is. None if it exceeds none, or the server does not say which.
-        """
 
 
 class NotFoundError(AttnServeError, LookupError):

@@ -13,108 +13,120 @@ from attnserve.v1 import attention_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds within which a server accepts requests."""
+    """The bounds within which a server accepts requests.
+
+    - `max_message_bytes`: the longest message received, in bytes.
+    - `max_requests`: the most requests admitted and not yet answered.
+    - `max_bytes`: the most bytes of requests and replies admitted and not yet answered.
+    - `max_flops`: the most floating-point operations admitted and not yet computed.
+    - `max_batch_flops`: the most floating-point operations of one batch; a single request may have more, and then runs
+      alone. On CUDA, unless it is configured, batches of a layer's requests have up to 250 times as many.
+    - `max_batch_requests`: the most requests in one batch.
+    - `max_message_calls`: the most calls, and also the most cancelled ids, in one message of a stream.
+    - `max_rank`: the most axes of a tensor.
+    - `max_elements`: the most elements of a tensor.
+    - `max_sequences`: the most sequences of a request that gives each of them a length, an offset or a cache of its
+      own.
+    - `max_request_flops`: the most floating-point operations of one request, those of slow kernels counted several
+      times.
+    - `max_caches`: the most open caches.
+    - `max_cache_layers`: the most layers of a cache.
+    - `max_layers`: the most loaded layers.
+    - `max_caller_streams`: the most streams that one caller may have open.
+    - `max_header_bytes`: the most bytes of a request other than the contents of its tensors. This and those below are
+      no settings.
+    - `max_request_fields`: the most fields of a request, including those of its tensors and the numbers in their
+      shapes.
+    - `max_call_fields`: the most fields of a call on a stream, not counting those of its request.
+    - `max_plain_message_bytes`: the longest message without tensors, such as one with names, in bytes.
+    - `max_axis_length`: the longest axis of a tensor.
+    """
 
     max_message_bytes: int
-    """The longest message received, in bytes."""
     max_requests: int
-    """The most requests admitted and not yet answered."""
     max_bytes: int
-    """The most bytes of requests and replies admitted and not yet answered."""
     max_flops: int
-    """The most floating-point operations admitted and not yet computed."""
     max_batch_flops: int
-    """The most floating-point operations of one batch; a single request may have more, and then runs alone. On CUDA,
-    unless it is configured, batches of a layer's requests have up to 250 times as many.
-    """
     max_batch_requests: int
-    """The most requests in one batch."""
     max_message_calls: int
-    """The most calls, and also the most cancelled ids, in one message of a stream."""
     max_rank: int
-    """The most axes of a tensor."""
     max_elements: int
-    """The most elements of a tensor."""
     max_sequences: int
-    """The most sequences of a request that gives each of them a length, an offset or a cache of its own."""
     max_request_flops: int
-    """The most floating-point operations of one request, those of slow kernels counted several times."""
     max_caches: int
-    """The most open caches."""
     max_cache_layers: int
-    """The most layers of a cache."""
     max_layers: int
-    """The most loaded layers."""
     max_caller_streams: int
-    """The most streams that one caller may have open."""
     max_header_bytes: int
-    """The most bytes of a request other than the contents of its tensors. This and those below are no settings."""
     max_request_fields: int
-    """The most fields of a request, including those of its tensors and the numbers in their shapes."""
     max_call_fields: int
-    """The most fields of a call on a stream, not counting those of its request."""
     max_plain_message_bytes: int
-    """The longest message without tensors, such as one with names, in bytes."""
     max_axis_length: int
-    """The longest axis of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A way in which a server computes attention."""
+    """A way in which a server computes attention.
+
+    - `name`: its name, the same as in the server's metrics.
+    - `description`: what it is used for.
+    """
 
     name: str
-    """Its name, the same as in the server's metrics."""
     description: str
-    """What it is used for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a server."""
+    """A setting of a server.
+
+    - `name`: its name, such as ``max_requests``; the flag is ``--max-requests``.
+    - `value`: its value as one would write it, such as ``256MiB``; None if the server hides it from callers.
+    - `source`: where the value came from: ``default``, ``environment``, ``flag`` or ``code``.
+    """
 
     name: str
-    """Its name, such as ``max_requests``; the flag is ``--max-requests``."""
     value: str | None
-    """Its value as one would write it, such as ``256MiB``; None if the server hides it from callers."""
     source: str
-    """Where the value came from: ``default``, ``environment``, ``flag`` or ``code``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The description of a server."""
+    """The description of a server.
+
+    - `version`: the version of the server.
+    - `address`: where this server itself can be reached, bypassing load balancers; None if it is not configured to say
+      so.
+    - `device`: the device that computes, such as ``cpu`` or ``cuda:0``.
+    - `device_name`: the device's name, as its maker gives it.
+    - `torch_version`: the version of torch.
+    - `threads`: the threads that compute, on a CPU; None on other devices.
+    - `dtypes`: the dtypes that queries may have, such as ``bfloat16``.
+    - `limits`: the bounds on requests.
+    - `kernels`: the kernels in use, in the order in which they are tried.
+    - `features`: the enabled features, such as ``reflection``.
+    - `python_version`: the version of Python.
+    - `grpc_version`: the version of gRPC.
+    - `usable_cpus`: how many processors the server may use.
+    - `cache_pool_bytes`: the bytes of the pool of resident caches.
+    - `settings`: every setting, in the order of the documentation.
+    """
 
     version: str
-    """The version of the server."""
     address: str | None
-    """Where this server itself can be reached, bypassing load balancers; None if it is not configured to say so."""
     device: str
-    """The device that computes, such as ``cpu`` or ``cuda:0``."""
     device_name: str
-    """The device's name, as its maker gives it."""
     torch_version: str
-    """The version of torch."""
     threads: int | None
-    """The threads that compute, on a CPU; None on other devices."""
     dtypes: tuple[str, ...]
-    """The dtypes that queries may have, such as ``bfloat16``."""
     limits: Limits
-    """The bounds on requests."""
     kernels: tuple[Kernel, ...]
-    """The kernels in use, in the order in which they are tried."""
     features: tuple[str, ...]
-    """The enabled features, such as ``reflection``."""
     python_version: str
-    """The version of Python."""
     grpc_version: str
-    """The version of gRPC."""
     usable_cpus: int
-    """How many processors the server may use."""
     cache_pool_bytes: int
-    """The bytes of the pool of resident caches."""
     settings: tuple[Setting, ...]
-    """Every setting, in the order of the documentation."""
 
 
 _SOURCES: Final = {

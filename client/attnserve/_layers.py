@@ -25,43 +25,46 @@ _LOAD_TIMEOUT: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that a server holds."""
+    """A layer that a server holds.
+
+    - `name`: its name.
+    - `kind`: its kind: ``multi_head``, ``single_head``, ``additive``, ``general`` or ``transformer``.
+    - `dtype`: the dtype of its parameters on the device, such as ``float32``.
+    - `parameters`: how many parameters it has.
+    - `bytes`: the bytes that they take on the device.
+    - `version`: the layer's version: a number that grows with each load of a layer, across all names.
+    - `input_width`: the width of its input; None if it takes token ids.
+    - `context_width`: the width of its context; None if it takes none.
+    - `output_width`: the width of its output.
+    - `query_heads`: its query heads; 1 if it has no heads.
+    - `kv_heads`: its key/value heads; 1 if it has no heads.
+    - `head_dim`: the width of each of its query heads (of the hidden units, for additive scores).
+    - `blocks`: its blocks, for a transformer; None for others.
+    - `vocabulary`: the size of its vocabulary; None if it takes activations.
+    - `causal`: whether it is causal by its definition.
+    - `value_dim`: the width of each of its value heads (of the values, for learned scores). A cache for a decoder needs
+      it, too.
+    - `positions`: how many positions have an embedding, if these are learned: a sequence may have so many tokens, those
+      in its cache included; None if there is no bound.
+    """
 
     name: str
-    """Its name."""
     kind: str
-    """Its kind: ``multi_head``, ``single_head``, ``additive``, ``general`` or ``transformer``."""
     dtype: str
-    """The dtype of its parameters on the device, such as ``float32``."""
     parameters: int
-    """How many parameters it has."""
     bytes: int
-    """The bytes that they take on the device."""
     version: int
-    """The layer's version: a number that grows with each load of a layer, across all names."""
     input_width: int | None
-    """The width of its input; None if it takes token ids."""
     context_width: int | None
-    """The width of its context; None if it takes none."""
     output_width: int
-    """The width of its output."""
     query_heads: int
-    """Its query heads; 1 if it has no heads."""
     kv_heads: int
-    """Its key/value heads; 1 if it has no heads."""
     head_dim: int
-    """The width of each of its query heads (of the hidden units, for additive scores)."""
     blocks: int | None
-    """Its blocks, for a transformer; None for others."""
     vocabulary: int | None
-    """The size of its vocabulary; None if it takes activations."""
     causal: bool
-    """Whether it is causal by its definition."""
     value_dim: int
-    """The width of each of its value heads (of the values, for learned scores). A cache for a decoder needs it, too."""
     positions: int | None
-    """How many positions have an embedding, if these are learned: a sequence may have so many tokens, those in its
-    cache included; None if there is no bound."""
 
 
 class Layers:

@@ -22,12 +22,14 @@ from attnserve.v1 import tensor_pb2 as pb
 
 
 class MergedAttention(NamedTuple, Generic[ArrayT]):
-    """An output and its log-sum-exp, which can be merged again."""
+    """An output and its log-sum-exp, which can be merged again.
+
+    - `output`: of the shape, layout and dtype of the outputs that were merged.
+    - `lse`: of the shape and dtype of the log-sum-exps that were merged.
+    """
 
     output: ArrayT
-    """Of the shape, layout and dtype of the outputs that were merged."""
     lse: ArrayT
-    """Of the shape and dtype of the log-sum-exps that were merged."""
 
 
 def merge_attention(

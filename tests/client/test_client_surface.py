@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pydoc
 import typing
 from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
 
+import attnserve
 from attnserve import (
     AsyncCache,
     AsyncCaches,
@@ -87,3 +89,27 @@ def test_a_client_says_of_which_kind_its_caches_are(client_class: Any, cache_cla
         hints = typing.get_type_hints(getattr(client_class, name))
         assert hints["caches"] == cache_class | Iterable[cache_class] | None
         assert hints.get("cache") in (None, cache_class | None)
+
+
+VALUES: Final = {
+    name: members
+    for name in attnserve.__all__
+    if isinstance(value := getattr(attnserve, name), type)
+    and name not in ("TLS", "Token")  # whose fields are those that they are made of
+    and (members := getattr(value, "__match_args__", getattr(value, "_fields", ())))
+} | {"AttnServeError": ("code", "details", "resent"), "InvalidRequestError": ("field", "limit")}
+"""What results, other values and errors have, by class."""
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_help_says_what_a_value_has(name: str) -> None:
+    """Not in strings behind the assignments, which nobody but the readers of the source sees."""
+    shown = pydoc.render_doc(getattr(attnserve, name), renderer=pydoc.plaintext)
+    for member in VALUES[name]:
+        assert f"- `{member}`: " in shown
+
+
+def test_errors_have_the_attributes_that_help_lists() -> None:
+    assert vars(attnserve.AttnServeError("text")).keys() == set(VALUES["AttnServeError"])
+    more = {*VALUES["AttnServeError"], *VALUES["InvalidRequestError"]}
+    assert vars(attnserve.InvalidRequestError("text")).keys() == more

@@ -57,32 +57,34 @@ _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """The description of a cache by its server."""
+    """The description of a cache by its server.
+
+    - `name`: its name, which nobody can guess.
+    - `num_kv_heads`: the heads of its keys and values.
+    - `head_dim`: the width of each key head.
+    - `value_dim`: the width of each value head.
+    - `layers`: how many layers it has.
+    - `dtype`: the stored dtype, such as ``float32``.
+    - `lengths`: the number of tokens in each layer.
+    - `bytes`: the bytes that it holds, including those that it shares with other caches.
+    - `shared_bytes`: of these, the bytes that it shares.
+    - `ttl`: how long it lives after its last use, in seconds; None: until it is deleted.
+    - `remaining`: how much of that is left, in seconds; None without a ttl.
+    - `address`: where the server that holds it can be reached; None if it does not say.
+    """
 
     name: str
-    """Its name, which nobody can guess."""
     num_kv_heads: int
-    """The heads of its keys and values."""
     head_dim: int
-    """The width of each key head."""
     value_dim: int
-    """The width of each value head."""
     layers: int
-    """How many layers it has."""
     dtype: str
-    """The stored dtype, such as ``float32``."""
     lengths: tuple[int, ...]
-    """The number of tokens in each layer."""
     bytes: int
-    """The bytes that it holds, including those that it shares with other caches."""
     shared_bytes: int
-    """Of these, the bytes that it shares."""
     ttl: float | None
-    """How long it lives after its last use, in seconds; None: until it is deleted."""
     remaining: float | None
-    """How much of that is left, in seconds; None without a ttl."""
     address: str | None = None
-    """Where the server that holds it can be reached; None if it does not say."""
 
     def __repr__(self) -> str:
         rest = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)[1:])
@@ -96,14 +98,16 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CachePool:
-    """The caller's caches, and how full the server's pool is."""
+    """The caller's caches, and how full the server's pool is.
+
+    - `caches`: the caches, in order of creation.
+    - `bytes`: the bytes of the pool.
+    - `free_bytes`: of these, the bytes that are free.
+    """
 
     caches: tuple[CacheInfo, ...]
-    """The caches, in order of creation."""
     bytes: int
-    """The bytes of the pool."""
     free_bytes: int
-    """Of these, the bytes that are free."""
 
     @classmethod
     def together(cls, pools: Sequence[CachePool]) -> CachePool:

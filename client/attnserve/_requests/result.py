@@ -10,61 +10,68 @@ from attnserve._requests.arguments import ArrayT
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long each phase of a call took, in seconds: phases as measured by the server, the total by the SDK."""
+    """How long each phase of a call took, in seconds: phases as measured by the server, the total by the SDK.
+
+    - `decode`: decoding and checking the request.
+    - `queue`: waiting to be run.
+    - `staging`: moving the batch to the device.
+    - `compute`: computing the batch.
+    - `encode`: moving the results back; encoding them, which ends after this was written, is only in the server's
+      metrics.
+    - `total`: from the call of the client's method to the result, including the network.
+    """
 
     decode: float
-    """Decoding and checking the request."""
     queue: float
-    """Waiting to be run."""
     staging: float
-    """Moving the batch to the device."""
     compute: float
-    """Computing the batch."""
     encode: float
-    """Moving the results back; encoding them, which ends after this was written, is only in the server's metrics."""
     total: float
-    """From the call of the client's method to the result, including the network."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionResult(Generic[ArrayT]):
-    """The result of an attention. Arrays are of the query's kind, NumPy or torch, and on the query's device."""
+    """The result of an attention. Arrays are of the query's kind, NumPy or torch, and on the query's device.
+
+    - `output`: ``[B, Hq, Lq, Dv]`` in the layout, rank and dtype of the query.
+    - `lse`: log-sum-exp of each row: ``[B, Hq, Lq]`` whatever the layout (``[Hq, total]`` if packed), without the axes
+      that the query's rank lacks; float32, or float64 for float64 queries. None unless asked for.
+    - `scores`: the scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` if packed),
+      without the axes that the query's rank lacks, in the dtype of the query. None unless asked for.
+    - `timings`: how long each phase took.
+    - `batch_size`: how many requests were in its batch, itself included.
+    - `cache_lengths`: how many tokens the layer now has in each of the resident caches; empty without caches.
+    """
 
     output: ArrayT
-    """``[B, Hq, Lq, Dv]`` in the layout, rank and dtype of the query."""
     lse: ArrayT | None
-    """Log-sum-exp of each row: ``[B, Hq, Lq]`` whatever the layout (``[Hq, total]`` if packed), without the axes
-    that the query's rank lacks; float32, or float64 for float64 queries. None unless asked for."""
     scores: ArrayT | None
-    """The scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` if packed), without
-    the axes that the query's rank lacks, in the dtype of the query. None unless asked for."""
     timings: Timings
-    """How long each phase took."""
     batch_size: int
-    """How many requests were in its batch, itself included."""
     cache_lengths: tuple[int, ...] = ()
-    """How many tokens the layer now has in each of the resident caches; empty without caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerResult(Generic[ArrayT]):
-    """The result of a layer. Arrays are of the input's kind, NumPy or torch, and on the input's device."""
+    """The result of a layer. Arrays are of the input's kind, NumPy or torch, and on the input's device.
+
+    - `output`: ``[B, L, d_out]``, ``[L, d_out]`` for one sequence, or packed ``[total, d_out]``, like the input; of the
+      input's dtype, or of the layer's if the input is token ids. Padding is 0.
+    - `lse`: log-sum-exp of each row and head: ``[B, Hq, L]``, ``[Hq, L]`` for one sequence, or ``[Hq, total]`` if
+      packed; float32, or float64 for float64 layers. None unless asked for.
+    - `scores`: the scores asked for: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or ``[Hq, total, longest S]``
+      if packed; without the axis Hq if averaged. None unless asked for.
+    - `timings`: how long each phase took.
+    - `batch_size`: how many requests were in its batch, itself included.
+    - `layer_version`: the version of the layer that computed it, as in `Layer.version`. If it changes between two calls
+      with one cache, the cache has keys and values of both.
+    - `cache_lengths`: how many tokens each of the resident caches now has; empty without caches.
+    """
 
     output: ArrayT
-    """``[B, L, d_out]``, ``[L, d_out]`` for one sequence, or packed ``[total, d_out]``, like the input; of the input's
-    dtype, or of the layer's if the input is token ids. Padding is 0."""
     lse: ArrayT | None
-    """Log-sum-exp of each row and head: ``[B, Hq, L]``, ``[Hq, L]`` for one sequence, or ``[Hq, total]`` if packed;
-    float32, or float64 for float64 layers. None unless asked for."""
     scores: ArrayT | None
-    """The scores asked for: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or ``[Hq, total, longest S]`` if
-    packed; without the axis Hq if averaged. None unless asked for."""
     timings: Timings
-    """How long each phase took."""
     batch_size: int
-    """How many requests were in its batch, itself included."""
     layer_version: int
-    """The version of the layer that computed it, as in `Layer.version`. If it changes between two calls with one cache,
-    the cache has keys and values of both."""
     cache_lengths: tuple[int, ...] = ()
-    """How many tokens each of the resident caches now has; empty without caches."""
