@@ -42,6 +42,8 @@ CHUNK = 4096
 """The most items of a history in one message: between two of them, other users' requests get a turn."""
 ATTEMPTS = 5
 """How often a ranking is tried: lost caches are filled again, idle ones make room."""
+PATIENCE_S = 10.0
+"""How long the service may take to say that it is there."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -148,6 +150,9 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     rng = np.random.default_rng(0)
     embeddings = rng.standard_normal((ITEMS, HEADS, WIDTH), np.float32)
     async with AsyncClient(address) as client:
+        await client.server_info(
+            timeout=PATIENCE_S
+        )  # or each ranking would find out by itself that no service is there
         ranking = Ranking(client, embeddings, timeout=options.timeout)
         for user in range(options.users):
             length = int(np.clip(rng.lognormal(6.5, 1.0), 5, 20_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import Server
 
-from attnserve import AsyncClient
+from attnserve import AsyncClient, UnavailableError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PATIENCE_S = 120.0
@@ -57,6 +58,20 @@ def test_a_service_that_is_not_there_is_told_in_a_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("rank_items: UNAVAILABLE: "), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+async def test_nothing_is_ranked_where_no_service_is(rank_items: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ranking would wait, in vain, for as long as it may take."""
+
+    async def rank(*arguments: object) -> None:
+        raise AssertionError("nobody is there to rank for")
+
+    monkeypatch.setattr(rank_items.Ranking, "rank", rank)
+    options = Namespace(users=1, requests=1, candidates=1, timeout=PATIENCE_S)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # has a port, and does not listen
+        with pytest.raises(UnavailableError):
+            await rank_items.demonstrate(options, f"127.0.0.1:{closed.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
