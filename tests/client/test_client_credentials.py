@@ -206,13 +206,41 @@ def test_commands_say_that_a_server_speaks_no_tls(
     server: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("info", "layers", "caches", "health"):
-        for flags in (["--tls"], ["--ca", str(authority.ca)]):
+        for flags, named in (
+            (["--tls"], "--tls"),
+            (["--ca", str(authority.ca)], "--ca"),
+            (["--server-name", "x"], "--server-name"),
+            (["--tls", "--ca", str(authority.ca), "--server-name", "x"], "--tls, --ca and --server-name"),
+        ):
             assert main([command, server.address, *flags]) == 1
-            said = capsys.readouterr().err
-            assert said.endswith("; it speaks no TLS: leave out --tls and --ca, and the variable ATTNSERVE_CA\n")
+            assert capsys.readouterr().err.endswith(f"; it speaks no TLS: leave out {named}\n")
     for address, flags in ((server.http_address, ["--tls"]), (f"https://{server.http_address}", [])):
         assert main(["top", address, "--once", "--timeout", "1", *flags]) == 1
-        assert capsys.readouterr().err.endswith("; if it speaks no TLS: http://, without --tls and --ca\n")
+        assert capsys.readouterr().err.endswith(
+            "; if it speaks no TLS: http://, and none of the flags and variables for TLS\n"
+        )
+
+
+def test_commands_name_the_variables_that_ask_for_tls(
+    server: Server,
+    authority: certificates.Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_CA", str(authority.ca))
+    assert main(["health", server.address]) == 1
+    assert capsys.readouterr().err.endswith("; it speaks no TLS: leave out ATTNSERVE_CA\n")
+    assert main(["health", server.address, "--ca", str(authority.ca)]) == 1
+    assert capsys.readouterr().err.endswith("; it speaks no TLS: leave out --ca and ATTNSERVE_CA\n")
+
+
+def test_commands_say_that_a_certificate_has_another_name(
+    guarded: Server, authority: certificates.Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["health", guarded.address], ["top", guarded.http_address, "--once"]):
+        assert main([*command, "--ca", str(authority.ca), "--server-name", "elsewhere"]) == 1
+        said = capsys.readouterr().err
+        assert said.endswith("; its certificate has another name: --server-name says which one to accept\n")
 
 
 def test_commands_say_that_a_port_is_that_of_http(
@@ -228,9 +256,10 @@ def test_commands_say_that_an_authority_is_not_known(
 ) -> None:
     other = certificates.Authority(tmp_path, "other")
     for flags in (["--tls"], ["--ca", str(other.ca)]):
-        assert main(["health", guarded.address, *flags]) == 1
-        hint = "; its certificate is of an authority that is not known here, or has expired: --ca FILE\n"
-        assert capsys.readouterr().err.endswith(hint)
+        for command in (["health", guarded.address], ["top", guarded.http_address, "--once"]):
+            assert main([*command, *flags]) == 1
+            hint = "; its certificate is of an authority that is not known here, or has expired: --ca FILE\n"
+            assert capsys.readouterr().err.endswith(hint)
 
 
 @pytest.mark.usefixtures("variables")

@@ -78,6 +78,7 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
                 attend(secure.address),
                 attend(plain.address, TLS(ca=authority.ca)),
                 attend(secure.address, TLS(ca=other.ca)),
+                attend(secure.address, TLS(authority.ca, files.certificate, files.key, "elsewhere")),
                 attend(f"127.0.0.1:{other_port}"),
                 attend(secure.address, TLS(ca=authority.ca)),
             ]

@@ -20,7 +20,16 @@ from grpc import StatusCode
 
 from attnserve._client import Client
 from attnserve._commands import bench as _bench
-from attnserve._commands.connection_flags import FLAGS, NOT_TLS, add_flags, tls_of, token_of
+from attnserve._commands.connection_flags import (
+    ASK_FOR_CA,
+    ASK_FOR_NAME,
+    NOT_TLS,
+    UNKNOWN_AUTHORITY,
+    add_flags,
+    tls_named,
+    tls_of,
+    token_of,
+)
 from attnserve._commands.endpoint import METRICS_PORT
 from attnserve._commands.table import table
 from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
@@ -44,8 +53,9 @@ _NO_CONNECTION: Final = (
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
 _HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
 """What they say where the answer is HTTP/1: again only they do."""
-_UNKNOWN_AUTHORITY: Final = "CERTIFICATE_VERIFY_FAILED"
-"""OpenSSL's reason, which they have too, where the server's certificate cannot be verified."""
+_OTHER_NAME: Final = "Hostname Verification Check failed"
+_UNUSABLE: Final = "Failed to create security handshaker"
+"""What they say where the server's certificate is of another name, and where a file of TLS has not what it should."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -107,13 +117,17 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     said = str(error)
     if any(each in said for each in _HTTP_1):
         return "; that is an HTTP port: gRPC is on another, by default 8001"
-    if _UNKNOWN_AUTHORITY in said:
-        return "; its certificate is of an authority that is not known here, or has expired: --ca FILE"
+    if UNKNOWN_AUTHORITY in said:
+        return ASK_FOR_CA
+    if _OTHER_NAME in said:
+        return ASK_FOR_NAME
     tls = tls_of(parsed, os.environ)
     if tls is None:
         return "; if it speaks TLS: --tls or --ca"
     if NOT_TLS in said:
-        return f"; it speaks no TLS: leave out --tls and --ca, and the variable {FLAGS['--ca']['variable']}"
+        return f"; it speaks no TLS: leave out {tls_named(parsed, os.environ)}"
+    if _UNUSABLE in said:
+        return f"; there is no certificate, or no key, where one should be: {tls_named(parsed, os.environ)}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 
 

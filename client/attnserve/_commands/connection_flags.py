@@ -15,6 +15,11 @@ from attnserve._settings.credentials import TLS, Token
 TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
 NOT_TLS: Final = "WRONG_VERSION_NUMBER"
 """OpenSSL's reason, which gRPC's messages have too, where the answer to a TLS handshake is not of TLS."""
+UNKNOWN_AUTHORITY: Final = "CERTIFICATE_VERIFY_FAILED"
+"""OpenSSL's reason, which they have too, where the server's certificate cannot be verified."""
+ASK_FOR_CA: Final = "; its certificate is of an authority that is not known here, or has expired: --ca FILE"
+ASK_FOR_NAME: Final = "; its certificate has another name: --server-name says which one to accept"
+"""The hints where a server's certificate is not accepted."""
 
 
 class Flag(TypedDict):
@@ -71,6 +76,15 @@ def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None
     return TLS(ca, certificate, key, name)
 
 
+def tls_named(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """The flags and variables that ask for TLS, in words; empty if none does."""
+    names = ["--tls"] if parsed.tls else []
+    for flag in ("--ca", "--certificate", "--key", "--server-name"):
+        names += [flag] if _flag(parsed, flag) else []
+        names += [FLAGS[flag]["variable"]] if environ.get(FLAGS[flag]["variable"]) else []
+    return " and ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
+
+
 def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | None:
     """The token given by the command line or the environment; a token file overrides the variable with a token."""
     if file := _given(parsed, "--token-file", environ):
@@ -81,5 +95,9 @@ def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | 
 
 
 def _given(parsed: argparse.Namespace, flag: str, environ: Mapping[str, str]) -> str | None:
+    return _flag(parsed, flag) or environ.get(FLAGS[flag]["variable"]) or None
+
+
+def _flag(parsed: argparse.Namespace, flag: str) -> str | None:
     value: str | None = getattr(parsed, flag.removeprefix("--").replace("-", "_"))
-    return value or environ.get(FLAGS[flag]["variable"]) or None
+    return value

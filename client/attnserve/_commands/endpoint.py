@@ -13,11 +13,13 @@ from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
 
-from attnserve._commands.connection_flags import NOT_TLS
+from attnserve._commands.connection_flags import ASK_FOR_CA, ASK_FOR_NAME, NOT_TLS
 from attnserve._settings.credentials import TLS, Bearer, Token, is_local
 
 METRICS_PORT: Final = 8002
 """The port of a server's metrics, unless it is told another."""
+_OTHER_NAMES: Final = (62, 64)
+"""OpenSSL's codes for certificates of other names and other IP addresses: X509_V_ERR_HOSTNAME_MISMATCH and its like."""
 _SAID: Final = 200
 """How many characters of a refusal are quoted in the error."""
 _PIECE: Final = 64 * 1024
@@ -63,11 +65,13 @@ class Endpoint:
                 text = self._read(answer).decode(errors="replace")
         except OSError as error:
             hint = ""
-            if self._tls is None and isinstance(error, ConnectionResetError):  # as a server that speaks TLS does
+            if isinstance(error, ssl.SSLCertVerificationError):
+                hint = ASK_FOR_NAME if error.verify_code in _OTHER_NAMES else ASK_FOR_CA
+            elif self._tls is None and isinstance(error, ConnectionResetError):  # as a server that speaks TLS does
                 hint = "; if it speaks TLS: https://"
             elif self._tls is not None and (isinstance(error, TimeoutError) or _is_no_tls(error)):
                 # To a server of HTTP the handshake is a request without an end, for which it waits a while.
-                hint = "; if it speaks no TLS: http://, without --tls and --ca"
+                hint = "; if it speaks no TLS: http://, and none of the flags and variables for TLS"
             raise OSError(f"no metrics at {self.url}: {error}{hint}") from None
         except http.client.HTTPException:  # its text is what was received, perhaps nothing
             raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
