@@ -253,6 +253,8 @@ def test_what_cannot_be_sent_of_torch_is_told_by_dtype_and_layout(read: Any, mak
         ([1, -(2**70)], "found -1180591620717411303424, which exceeds 64 bits"),
         ([10**5000], "found an integer, which exceeds 64 bits"),
         ("text", "found text"),
+        (b"bytes", "found bytes"),
+        ([b"bytes"], "found bytes"),
         ([1, None], "found Python objects: NoneType, int"),
     ],
 )

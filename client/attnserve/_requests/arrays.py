@@ -150,7 +150,7 @@ def _kind(value: Any) -> str:
 def _found(array: np.ndarray[Any, Any]) -> str:
     """What an array has instead of the dtype that was expected, in words."""
     if array.dtype != object:
-        return "text" if array.dtype.kind in "SU" else str(array.dtype)
+        return {"S": "bytes", "U": "text"}.get(array.dtype.kind, str(array.dtype))
     for element in array.flat:
         if isinstance(element, int) and not -(2**63) <= element < 2**64:
             return f"{element if element.bit_length() < 1000 else 'an integer'}, which exceeds 64 bits"
