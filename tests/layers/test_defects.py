@@ -223,6 +223,21 @@ def test_what_is_no_file_of_definitions(tmp_path: Path, what: str) -> None:
         load_definitions(tmp_path / "layers.toml", tmp_path, [])
 
 
+@pytest.mark.parametrize(("text", "found"), [("", "nothing"), ("layers = []", "[]"), ("layers = 3", "3")])
+def test_what_there_is_instead_of_layers_is_told(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "layers.toml").write_text(text)
+    with pytest.raises(LayerError) as caught:
+        load_definitions(tmp_path / "layers.toml", tmp_path, [])
+    assert str(caught.value) == f"layers.toml: layers: expected [[layers]], one or more, found {found}"
+
+
+def test_a_layer_without_a_name_is_told_by_its_number_without_quotes(directory: Path) -> None:
+    (unnamed,) = wrong(directory, PLAIN.replace('name = "a"\n', ""))
+    assert str(unnamed) == "layers.toml: layer number 1: name: expected text, found nothing"
+    (named,) = wrong(directory, PLAIN + "heads = 4")
+    assert str(named).startswith("layers.toml: layer 'a': heads: ")
+
+
 def test_a_file_of_definitions_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"layers\.toml: expected a readable file, found No such file"):
         load_definitions(tmp_path / "layers.toml", tmp_path, [])

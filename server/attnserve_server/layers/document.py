@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from attnserve_server.layers.errors import Defect, LayerError, words_of
+from attnserve_server.layers.errors import Defect, LayerError, unnamed, words_of
 from attnserve_server.layers.keys import KEYS, KINDS, SOURCE, Wrong, check, flatten
 from attnserve_server.layers.presets import PRESETS
 from attnserve_server.layers.sources import Reference, numbered
@@ -61,11 +61,12 @@ def read_document(path: Path) -> tuple[list[Definition], list[Defect]]:
     tables = document.pop("layers", None)
     defects = [Defect("", key, path.name, "nothing but [[layers]]", "another key") for key in document]
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise LayerError([*defects, Defect("", "layers", path.name, "[[layers]], one or more", repr(tables)[:100])])
+        found = "nothing" if tables is None else repr(tables)[:100]
+        raise LayerError([*defects, Defect("", "layers", path.name, "[[layers]], one or more", found)])
     definitions: dict[str, Definition] = {}
     for index, table in enumerate(tables, start=1):
         name = table.get("name")
-        label = name if isinstance(name, str) and name else f"number {index}"
+        label = name if isinstance(name, str) and name else unnamed(index)
         wrong = list(_check(table))
         if not wrong:
             for definition in _definitions(table, wrong):

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from attnserve_server.start_errors import StartError
+
+_UNNAMED: Final = "number "
+"""Begins what a layer without a name is called: no name has a blank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class Defect:
     found: str
 
     def __str__(self) -> str:
-        place = [self.file] + [f"layer {self.layer!r}"] * bool(self.layer) + [self.parameter] * bool(self.parameter)
+        layer = self.layer if self.layer.startswith(_UNNAMED) else repr(self.layer)
+        place = [self.file] + [f"layer {layer}"] * bool(self.layer) + [self.parameter] * bool(self.parameter)
         return f"{': '.join(place)}: expected {self.expected}, found {self.found}"
 
 
@@ -54,6 +59,11 @@ class Report:
     def add(self, file: str, parameter: str, expected: str, found: object) -> None:
         """Adds something that is wrong in a file, with a parameter or a key."""
         self.defects.append(Defect(self.layer, parameter, file, expected, str(found)))
+
+
+def unnamed(index: int) -> str:
+    """What the layer at a place in the file, counted from 1, is called if it has no name."""
+    return f"{_UNNAMED}{index}"
 
 
 def bracketed(shape: Iterable[int]) -> str:
