@@ -109,6 +109,15 @@ def test_the_model_directory(definitions: Path, tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
 
 
+def test_a_model_directory_that_there_is_not(definitions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for found, directory in (("none", definitions.parent / "nope"), ("a file", definitions)):
+        with pytest.raises(SystemExit) as caught:
+            main(["layers", "check", str(definitions), "--model-directory", str(directory)])
+        assert caught.value.code == 2
+        said = capsys.readouterr().err
+        assert said.endswith(f"argument --model-directory: expected a directory, found {found}: {directory}\n")
+
+
 @pytest.mark.parametrize("arguments", [[], ["load"], ["check"], ["check", "a", "--nothing"]])
 def test_command_lines_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

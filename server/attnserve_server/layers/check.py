@@ -58,12 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("definitions", type=Path, metavar="layers.toml", help="the file of definitions")
     check.add_argument(
         "--model-directory",
-        type=Path,
+        type=_directory,
         metavar="DIRECTORY",
         help="the directory to which the checkpoints' paths are relative. Default: that of the definitions",
     )
     check.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _directory(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a directory, found {'a file' if path.exists() else 'none'}: {text}")
+    return path
 
 
 def _as_json(examination: Examination) -> dict[str, Any]:
