@@ -308,6 +308,12 @@ def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("attnserve: ")
 
 
+def test_an_address_without_tls_contradicts_flags_that_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "http://host:8002", "--tls", "--once"]) == 2
+    expected = "expected https://, as flags or variables ask for TLS, found 'http://host:8002'"
+    assert capsys.readouterr().err == f"attnserve: address: {expected}\n"
+
+
 @pytest.mark.parametrize(
     ("address", "url"),
     [

@@ -40,6 +40,8 @@ class Endpoint:
         secure = tls is not None or url.scheme == "https"
         if url.hostname is None or url.scheme not in ("", "http", "https"):
             raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
+        if tls is not None and url.scheme == "http":
+            raise ValueError(f"address: expected https://, as flags or variables ask for TLS, found {address!r}")
         try:
             port = url.port
         except ValueError:
