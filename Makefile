@@ -39,7 +39,7 @@ serve: $(VENV)/.demo ## run the service until interrupted
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
-check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds
+check: $(VENV)/.dev ## check format, lint, types, protos, and that generated code and documents are up to date: seconds, a minute the first time
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
