@@ -57,6 +57,14 @@ async def test_entered_or_awaited(make: Callable[[], Any], keeper: Keeper) -> No
     assert cache.name not in keeper.caches
 
 
+async def test_what_is_used_without_being_awaited_says_so(client: AsyncClient) -> None:
+    made = client.create_cache(H, D)
+    with pytest.raises(AttributeError, match=r"^AsyncClient\.create_cache\(\.\.\.\)\.append: await it first"):
+        made.append(*part(0, 2))  # type: ignore[attr-defined]
+    assert not hasattr(made, "__len__")
+    made.close()
+
+
 async def test_awaited_and_then_entered(make: Callable[[], Any], keeper: Keeper) -> None:
     cache = await make()
     assert isinstance(cache, AsyncCache)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=AbstractAsyncContextManager[Any])
@@ -37,6 +37,13 @@ class Pending(Coroutine[Any, Any, T], AbstractAsyncContextManager[T]):
     def close(self) -> None:
         """Ends the coroutine."""
         self._coroutine.close()
+
+    if not TYPE_CHECKING:  # or type checkers would let any name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(f"{self.__qualname__}(...).{name}: await it first, or enter it with `async with`")
 
     async def __aenter__(self) -> T:
         # Nothing is awaited after the cache is there, so that no cancellation comes between it and the body.
