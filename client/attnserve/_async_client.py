@@ -14,7 +14,7 @@ from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
 from attnserve._caching.creation import Making
 from attnserve._caching.pending import pending
-from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
@@ -235,12 +235,15 @@ class AsyncClient:
         await self._calls.close()
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self._settings.target.name!r})"
+        closed = ", closed" if self._calls.servers.is_closed else ""
+        return f"AsyncClient({self._settings.target.name!r}{closed})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a client cannot be pickled: make one in each process")
 
     async def __aenter__(self) -> Self:
+        if self._calls.servers.is_closed:
+            raise ClientClosedError
         await self._calls.look()
         return self
 

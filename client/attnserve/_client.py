@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 from attnserve._caching import plans
 from attnserve._caching.caches import Cache, Caches, find
 from attnserve._caching.creation import Making
-from attnserve._errors import DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
@@ -365,12 +365,15 @@ class Client:
         self._calls.close()
 
     def __repr__(self) -> str:
-        return f"Client({self._settings.target.name!r})"
+        closed = ", closed" if self._calls.servers.is_closed else ""
+        return f"Client({self._settings.target.name!r}{closed})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a client cannot be pickled: make one in each process")
 
     def __enter__(self) -> Self:
+        if self._calls.servers.is_closed:
+            raise ClientClosedError
         return self
 
     def __exit__(self, *exception: object) -> None:

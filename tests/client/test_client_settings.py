@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from settled import settings_of
 
-from attnserve import AsyncClient, Client, UnavailableError
+from attnserve import AsyncClient, Client, ClientClosedError, UnavailableError
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])
@@ -127,3 +127,20 @@ def test_what_a_client_says_of_itself(client_class: Any) -> None:
     assert repr(client) == f"{client_class.__name__}('localhost:1')"
     with pytest.raises(TypeError, match="make one in each process"):
         pickle.dumps(client)
+
+
+def test_a_closed_client_says_so_and_is_not_entered_again() -> None:
+    with Client("localhost:1") as client:
+        pass
+    assert repr(client) == "Client('localhost:1', closed)"
+    with pytest.raises(ClientClosedError, match=r"^the client is closed$"), client:
+        pass
+
+
+async def test_a_closed_client_for_asyncio_says_so_and_is_not_entered_again() -> None:
+    async with AsyncClient("localhost:1") as client:
+        pass
+    assert repr(client) == "AsyncClient('localhost:1', closed)"
+    with pytest.raises(ClientClosedError, match=r"^the client is closed$"):
+        async with client:
+            pass

@@ -93,6 +93,11 @@ class Servers(Generic[C]):
         return self._target.look_up is not None or len(self._target.fixed) > 1
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the client is closed."""
+        return self._closed
+
+    @property
     def is_unresolved(self) -> bool:
         """Whether `resolve` may block on a look-up."""
         return not self.resolved and self._target.look_up is not None
