@@ -360,7 +360,9 @@ class Client:
 
     def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`. Do not call it in a signal handler, which
-        may run in the middle of a call: have that raise an exception, or set an event.
+        may run in the middle of a call: have that set a flag, or raise an exception. That of a handler of SIGINT,
+        SIGTERM, SIGALRM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGABRT, SIGVTALRM or SIGPROF ends the call that the main
+        thread is in, whose effect is then unknown, and the client works on; no other handler may raise one.
         """
         self._calls.close()
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.thread_future import CallFuture
 
 
@@ -23,15 +24,18 @@ class Callbacks:
 
     def settle(self, future: CallFuture[Any, Any], outcome: Any) -> None:
         """Queues a future to be settled with its outcome."""
-        with self._lock:
-            self._due.append((future, outcome))
-            if self._running:
+        with DelayedInterrupt():
+            with self._lock:
+                self._due.append((future, outcome))
+                if self._running:
+                    return
+                self._running = True
+            try:
+                threading.Thread(target=self._run, name="attnserve-callbacks", daemon=True).start()
                 return
-            self._running = True
-        try:
-            threading.Thread(target=self._run, name="attnserve-callbacks", daemon=True).start()
-        except RuntimeError:  # no thread can be started: settle it here
-            self._run()
+            except RuntimeError:  # no thread can be started: settle it here
+                pass
+        self._run()
 
     def _run(self) -> None:
         while (due := self._next()) is not None:

@@ -126,7 +126,7 @@ class StreamTransport:
             if self._watcher is None:
                 self._watcher = self._begin_to_watch()
             self._advance(outcomes)
-        except BaseException:  # no thread can be started, or an interrupt: nobody gets the future
+        except BaseException:  # no thread can be started, or a signal handler raises: nobody gets the future
             self._multiplexer.cancel(call)
             raise
 
@@ -148,8 +148,9 @@ class StreamTransport:
             rpcs = list(self._rpcs.values())
             self._writable.notify_all()
             self._timer.notify_all()
-        for rpc in rpcs:
-            rpc.cancel()
+        with DelayedInterrupt():
+            for rpc in rpcs:
+                rpc.cancel()
         _settle(outcomes)
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
@@ -162,15 +163,25 @@ class StreamTransport:
     def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
         """Does everything that has become possible, and adds to the `outcomes` to deliver. The lock must be held."""
         if self._multiplexer.wants_stream and not self._closed:
-            stream = self._multiplexer.opened(time.monotonic())
-            try:
-                self._open(stream)
-            except BaseException as error:
-                outcomes += self._multiplexer.unopened(stream, error, time.monotonic())
-                if (rpc := self._rpcs.pop(stream, None)) is not None:
-                    rpc.cancel()
-                if not isinstance(error, Exception):  # an interrupt
-                    raise
+            with DelayedInterrupt():  # what a handler raises is no reason why a stream cannot be opened
+                self._begin_stream(outcomes)
+                self._notify()
+        else:
+            self._notify()
+
+    def _begin_stream(self, outcomes: list[Outcome[StreamFuture]]) -> None:
+        stream = self._multiplexer.opened(time.monotonic())
+        try:
+            self._open(stream)
+        except BaseException as error:
+            outcomes += self._multiplexer.unopened(stream, error, time.monotonic())
+            if (rpc := self._rpcs.pop(stream, None)) is not None:
+                rpc.cancel()
+            if not isinstance(error, Exception):
+                raise
+
+    def _notify(self) -> None:
+        """Wakes the threads that have something to do."""
         if self._multiplexer.wants_writer:
             self._writable.notify_all()
         if self._multiplexer.wakeup < self._watched:
@@ -188,8 +199,7 @@ class StreamTransport:
             arrived = partial(self._arrived, stream)
             attend_stream: Any = self._channel().stream_stream(SERVICE + "AttendStream", None, arrived)
             try:
-                with DelayedInterrupt():
-                    rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
+                rpc = self._rpcs[stream] = attend_stream(self._messages(stream), metadata=self._bearer.metadata)
             except RuntimeError:
                 self._lose_channel()
                 raise
@@ -232,7 +242,7 @@ class StreamTransport:
             self._distrust(stream, rpc, error)
         with self._lock:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
-            self._rpcs.pop(stream, None)  # missing if an interrupt ended the opening
+            self._rpcs.pop(stream, None)  # missing if the opening failed
             self._advance(outcomes)
         _settle(outcomes)
 

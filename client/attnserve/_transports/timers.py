@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from attnserve._transports.interrupts import DelayedInterrupt
+
 
 class Timer:
     """A function that is to run. Any thread may cancel it, even a finalizer that interrupts whatever holds a lock."""
@@ -39,7 +41,7 @@ class Timers:
         """Runs a function after some seconds. RuntimeError if there is no thread for it."""
         timer = Timer(function)
         entry = time.monotonic() + seconds, next(self._numbers), timer
-        with self._changed:
+        with DelayedInterrupt(), self._changed:
             heapq.heappush(self._due, entry)
             if self._running:
                 if self._due[0] is entry:
@@ -56,7 +58,7 @@ class Timers:
 
     def close(self) -> None:
         """Has nothing run that has not begun."""
-        with self._changed:
+        with DelayedInterrupt(), self._changed:
             self._due.clear()
             self._changed.notify()
 

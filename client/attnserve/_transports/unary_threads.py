@@ -75,8 +75,8 @@ class UnaryTransport:
             if call.pause:
                 self._send_later(call, call.pause)
             else:
-                self._send(call)
-        except BaseException:  # an interrupt: nobody gets the future
+                self._try(call)
+        except BaseException:  # what a signal handler raises: nobody gets the future
             self._withdraw(call)
             raise
 
@@ -89,12 +89,17 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
         self._timers.close()
 
-    def _send(self, call: _Call) -> None:
-        call.timer = None
+    def _try(self, call: _Call) -> None:
+        """Makes the first attempt, in the caller's thread, where signal handlers may raise anything."""
         try:
             self._begin(call)
         except AttnServeError as error:
             self._answer(call, error.with_traceback(None))  # it would keep this frame and the call alive
+
+    def _try_again(self, call: _Call) -> None:
+        call.timer = None
+        try:
+            self._try(call)
         except Exception as error:  # in the timers' thread nobody else would hear of it
             self._answer(call, ProtocolError(unreadable(error)))
 
@@ -141,7 +146,7 @@ class UnaryTransport:
         with self._lock:
             if call in self._calls:
                 try:
-                    call.timer = self._timers.later(pause, partial(self._send, call))
+                    call.timer = self._timers.later(pause, partial(self._try_again, call))
                 except RuntimeError as error:
                     raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 
