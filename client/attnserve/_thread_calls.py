@@ -10,6 +10,7 @@ import threading
 import weakref
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -21,6 +22,7 @@ from attnserve._errors import (
     DeadlineExceededError,
     PermissionDeniedError,
     UnavailableError,
+    no_reply,
 )
 from attnserve._process import Process
 from attnserve._requests.call import EncodedCall
@@ -28,7 +30,14 @@ from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
 from attnserve._servers.servers import Servers
-from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Settings, Timeout, checked_timeout
+from attnserve._settings.config import (
+    GRACE_SECONDS,
+    LAST_WORDS_SECONDS,
+    TELLING_SECONDS,
+    Settings,
+    Timeout,
+    checked_timeout,
+)
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
@@ -84,7 +93,7 @@ class Calls:
         """
         return checked_timeout(timeout, self._settings.timeout)
 
-    def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> Future[T]:
+    def send(self, call: EncodedCall[T], parent: Context | None = None, home: str | None = None) -> CallFuture[Any, T]:
         """Sends a call, to the server at `home` if only that one can answer it; `parent` is the context of its parent
         span. ClientClosedError, here and below, if the client belongs to another process.
         """
@@ -93,6 +102,7 @@ class Calls:
         if self._streaming:
             future = CallFuture(call.result)
             future.calls = self  # before it is sent, since the reply clears this
+            future.timeout = call.timeout
             if self._tracing is not None:
                 future.span = self._tracing.begin(call.operation.path, parent)
             try:
@@ -107,6 +117,7 @@ class Calls:
             operation = call.operation
             future = CallFuture(lambda data: call.result(decode_response(operation, data)))
             future.calls = self
+            future.timeout = call.timeout
             if self._tracing is not None:
                 future.span = self._tracing.begin(operation.path, parent)
             route = partial(self.servers.connection, home)
@@ -135,9 +146,10 @@ class Calls:
         parent: Context | None,
         home: str | None,
         again: Again | None = None,
-    ) -> Future[T]:
+    ) -> CallFuture[Any, T]:
         self._process.enter()
         future = CallFuture(rpc.decode)
+        future.timeout = timeout
         if self._tracing is not None:
             future.span = self._tracing.begin(rpc.path, parent)
         route: Route[Connection] = partial(self.servers.connection, home)
@@ -170,7 +182,7 @@ class Calls:
 
     def _send_request(
         self, parent: Context | None, home: str | None, request: Request, timeout: float | None
-    ) -> Future[Any]:
+    ) -> CallFuture[Any, Any]:
         if isinstance(request, Rpc):
             return self._send_rpc(request, timeout, parent, home)
         request.timeout = timeout
@@ -184,12 +196,22 @@ def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
 
 
 def wait(future: Future[T]) -> T:
-    """The result of a future; its call is given up if an interrupt ends the wait."""
+    """The result of a future; its call is given up if a signal handler ends the wait. DeadlineExceededError if there is
+    nothing a while after its timeout: whatever was to say so no longer runs, and must not be waited for, either.
+    """
+    assert isinstance(future, CallFuture)  # all that a client gives to its callers are
+    timeout = future.timeout
     try:
-        return future.result()
+        if timeout is None or future.is_done_within(timeout + GRACE_SECONDS):
+            result: T = future.result()
+            return result
     except BaseException:
-        future.cancel()  # has no effect unless it was an interrupt
+        future.cancel()  # has no effect unless it was a signal handler
         raise
+    else:
+        with suppress(RuntimeError):  # no thread can be started
+            later(0.0, future.cancel)
+        raise DeadlineExceededError(f"{no_reply(timeout)}, nor word from gRPC that it is late")
     finally:
         del future  # a cycle: it holds the error, and that this frame; only the garbage collector would free both
 

@@ -19,7 +19,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from attnserve._caching.plans import Plan, Request
 from attnserve._caching.turns import Turn, Turns
-from attnserve._errors import no_reply
+from attnserve._errors import AttnServeError, no_reply
+from attnserve._settings.config import GRACE_SECONDS
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class Transaction(Turn, Generic[T]):
         """Enters the queues of its caches."""
         try:
             self._turns.take(self)
-        except BaseException:  # an interrupt: nobody gets the future
+        except BaseException:  # what a signal handler raises: nobody gets the future
             self.cancel()
             raise
 
@@ -85,7 +86,7 @@ class Transaction(Turn, Generic[T]):
             if self._over or self._answer is not None:
                 return
             self._over = True
-        self._end(CancelledError())  # an interrupt, meant for other code, has ended the first step
+        self._end(CancelledError())  # a signal handler's exception, meant for other code, has ended the first step
 
     def expire(self) -> None:
         """Ends the operation, unless it has begun."""
@@ -117,6 +118,8 @@ class Transaction(Turn, Generic[T]):
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
+                if _may_be_a_handlers(error):
+                    raise
                 outcome = error.with_traceback(None)  # it would keep this frame alive, and all that it holds
             self._answer = answer  # and drop the previous one, whose callback refers to this object
             self._over = answer is None
@@ -147,7 +150,14 @@ class _Place(Turn):
 
     def has_come(self) -> bool:
         """Waits for the turn, and returns whether it came in time."""
-        return self._news.get()
+        patience = None
+        if self.deadline < inf:
+            left = self.deadline + GRACE_SECONDS - time.monotonic()
+            patience = min(max(0.0, left), threading.TIMEOUT_MAX)
+        try:
+            return self._news.get(timeout=patience)
+        except queue.Empty:  # nothing has made it expire
+            return False
 
 
 def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], Any]) -> T:
@@ -169,12 +179,18 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
         result: T = end.value
         return result
     finally:
-        resume = partial(next, plan.steps)  # break the reference cycle between this frame and an error
-        try:
+        try:  # nothing may come before this: a signal handler may raise after any call
             turns.leave(place)
-        except BaseException:  # an interrupt, perhaps before `leave` began; repeating it is safe
+        except BaseException:  # a signal handler's, perhaps before `leave` began; repeating it is safe
             turns.leave(place)
             raise
+        finally:
+            resume = partial(next, plan.steps)  # break the reference cycle between this frame and an error
+
+
+def _may_be_a_handlers(error: Exception) -> bool:
+    """Whether a signal handler may have raised this: handlers run in the main thread only."""
+    return not isinstance(error, AttnServeError) and threading.current_thread() is threading.main_thread()
 
 
 def _deadline(plan: Plan[Any]) -> float:

@@ -138,6 +138,10 @@ def _check_count(name: str, value: Any, least: int) -> None:
 MAX_TIMEOUT: Final = 1e9
 """Seconds, some thirty years."""
 
+GRACE_SECONDS: Final = 2.0
+"""How long after its deadline a call may still end by itself: that must be noticed, and a late reply is made a result.
+Whoever waits for it then gives up, since whatever was to end it no longer runs.
+"""
 TELLING_SECONDS: Final = 30.0
 """The timeout of requests that nobody waits for, such as to give up a cache."""
 

@@ -11,11 +11,12 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 from attnserve._tracing import CallSpan
+from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import Held
 
 R = TypeVar("R")
@@ -33,6 +34,10 @@ class Withdraw(Protocol):
 
 def _withdrawn_already(*, waits: bool) -> bool:
     return False
+
+
+_DONE: Final = ("FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
+"""The states of a future that is done."""
 
 
 class _Thread(threading.local):
@@ -64,10 +69,34 @@ class CallFuture(Future[T], Generic[R, T]):
         """What carries the call until it is settled, if that is a stream."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
+        self.timeout: float | None = None
+        """Within how many seconds it is settled; None for no limit."""
+        self._latch = threading.Lock()
+        """Held until the future is done."""
+        self._latch.acquire()
+        super().add_done_callback(partial(_open, self._latch))
+
+    def is_done_within(self, timeout: float | None) -> bool:
+        """Waits until it is done, but not longer than some seconds. Returns whether it is.
+
+        Not by the `threading.Condition` of `Future`, which is Python code: if a signal handler raises in there, what
+        brings the outcome could wait for it for ever. RuntimeError as for `result`.
+        """
+        self._check_wait(timeout)
+        if self._state not in _DONE:
+            seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+            try:
+                self._latch.acquire(timeout=seconds)
+            finally:
+                if self._state in _DONE:  # let all others that wait pass, too
+                    _open(self._latch)
+        return self._state in _DONE
 
     def cancel(self) -> bool:
         """Gives up the call. False if it is too late."""
-        if not super().cancel():
+        with nullcontext() if self._calls_back else DelayedInterrupt():  # callbacks may take their time
+            cancelled = super().cancel()
+        if not cancelled:
             return False
         self.calls = self.transport = None
         if sys.is_finalizing():  # no thread runs any more, and the connections are about to end
@@ -91,13 +120,11 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def result(self, timeout: float | None = None) -> T:
         """The result, or the error instead, once it is there. RuntimeError if a callback would hold up the reply."""
-        self._check_wait(timeout)
-        return super().result(timeout)
+        return super().result(None if self.is_done_within(timeout) else 0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, if it is one. RuntimeError as for `result`."""
-        self._check_wait(timeout)
-        return super().exception(timeout)
+        return super().exception(None if self.is_done_within(timeout) else 0)
 
     def _check_wait(self, timeout: float | None) -> None:
         if self.transport is not None and self.transport is _thread.transport and timeout != 0 and not self.done():
@@ -145,6 +172,12 @@ class CallFuture(Future[T], Generic[R, T]):
             raise
         except BaseException:  # not an Exception, such as SystemExit: it must not end a thread that other calls need
             logger.exception("a callback of a call wanted to end its thread")
+
+
+def _open(latch: threading.Lock, _: object = None) -> None:
+    """Has nobody wait any more, if anybody still does."""
+    with suppress(RuntimeError):
+        latch.release()
 
 
 def later(delay: float, function: Callable[[], object]) -> threading.Timer:
