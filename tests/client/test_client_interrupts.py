@@ -1,7 +1,12 @@
-"""Ctrl-C while a client begins or cancels calls: they are interrupted, and the client works on."""
+"""Ctrl-C, or any other signal whose handler raises, while a client begins or cancels calls: they are interrupted, and
+the client works on.
+"""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
+import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -9,11 +14,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from calls import PATIENCE_S
 from conftest import Server
 
-from attnserve._transports.interrupts import DelayedInterrupt
+from attnserve import Client, DeadlineExceededError, _thread_calls
+from attnserve._transports import interrupts
+from attnserve._transports.interrupts import SIGNALS, DelayedInterrupt
+from attnserve._transports.thread_future import CallFuture
+from attnserve._transports.threads import StreamTransport
 
 PROGRAM = """
 import os, random, signal, sys, threading, time
@@ -70,6 +80,111 @@ def test_a_client_that_is_interrupted_works_on(server: Server, transport: str) -
     command = [sys.executable, "-c", PROGRAM, server.address, transport, str(PATIENCE_S / 3)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+WATCHDOG = """
+import random, signal, sys
+import numpy as np
+from attnserve import Client, FailedPreconditionError
+
+class WatchdogError(Exception):
+    pass
+
+def bark(*_):
+    if at_work:
+        raise WatchdogError
+
+address, transport, patience = sys.argv[1], sys.argv[2], float(sys.argv[3])
+ARRAY, TOKEN = np.ones((1, 2, 3), np.float32), np.ones((1, 1, 3), np.float32)
+at_work = False
+signal.signal(signal.SIGALRM, bark)
+chance = random.Random(7)
+with Client(address, transport=transport, timeout=patience) as client:
+    for _ in range(600):
+        cache = client.create_cache(1, 3)
+        try:
+            at_work = True
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-4, 3e-3))
+            while True:
+                cache.append(TOKEN, TOKEN)
+        except WatchdogError:  # nothing else: it is what the handler has raised
+            pass
+        at_work = False
+        cache.refresh()
+        client.attend(ARRAY, ARRAY, ARRAY)
+        cache.delete()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_what_another_signals_handler_raises_arrives_and_the_client_works_on(server: Server, transport: str) -> None:
+    command = [sys.executable, "-c", WATCHDOG, server.address, transport, str(PATIENCE_S / 6)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+class WatchdogError(Exception):
+    """What a signal handler raises."""
+
+
+def test_what_a_handler_raises_before_a_call_is_sent_is_no_error_of_the_call(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connection(*arguments: Any) -> Any:
+        raise WatchdogError
+
+    with Client(server.address) as client:
+        monkeypatch.setattr(client._calls.servers, "connection", connection)
+        with pytest.raises(WatchdogError):
+            client.server_info()
+        monkeypatch.undo()
+        client.server_info()
+
+
+def test_what_a_handler_raises_while_a_stream_is_opened_is_no_reason_to_open_another(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream is opened, and the call given up."""
+
+    def bark(*arguments: Any) -> None:
+        raise WatchdogError
+
+    opened: list[int] = []
+    begin = StreamTransport._open
+
+    def begin_and_bark(self: StreamTransport, stream: int) -> None:
+        begin(self, stream)
+        opened.append(stream)
+        signal.raise_signal(signal.SIGUSR1)
+
+    array = np.ones((1, 2, 3), np.float32)
+    monkeypatch.setattr(StreamTransport, "_open", begin_and_bark)
+    before = signal.signal(signal.SIGUSR1, bark)
+    try:
+        with Client(server.address) as client:
+            with pytest.raises(WatchdogError):
+                client.attend(array, array, array)
+            client.attend(array, array, array)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(opened) == 1
+
+
+def test_a_call_whose_end_nobody_notices_ends_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the thread that was to bring its outcome waited for ever."""
+    monkeypatch.setattr(_thread_calls, "GRACE_SECONDS", 0.01)
+    given_up = threading.Event()
+
+    def withdraw(*, waits: bool) -> bool:
+        given_up.set()
+        return True
+
+    future: CallFuture[bytes, bytes] = CallFuture(bytes)
+    future.withdraw, future.timeout = withdraw, 0.01
+    with pytest.raises(DeadlineExceededError, match=r"no reply within 0\.01 s, nor word from gRPC"):
+        _thread_calls.wait(future)
+    assert given_up.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -141,3 +256,103 @@ def test_other_threads_are_never_interrupted(monkeypatch: pytest.MonkeyPatch, em
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [handler]
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that handlers, which raise, have been called for: SIGINT's and two others'."""
+    numbers: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        numbers.append(number)
+        raise WatchdogError(number)
+
+    before = {number: signal.signal(number, handler) for number in SEVERAL}
+    yield numbers
+    for number, its in before.items():
+        assert signal.getsignal(number) is handler
+        signal.signal(number, its)
+    assert interrupts._outermost is None
+
+
+SEVERAL = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(SEVERAL)))
+def test_of_several_signals_each_is_handled_once_in_the_order_of_arrival(
+    heard: list[int], order: tuple[signal.Signals, ...]
+) -> None:
+    so_far: list[int] = []
+    with pytest.raises(WatchdogError) as caught, DelayedInterrupt():  # noqa: PT012
+        for number in (*order, *order):
+            signal.raise_signal(number)
+        so_far += heard
+    assert so_far == []
+    assert heard == list(order)
+    raised: BaseException | None = caught.value
+    for number in reversed(order):
+        assert isinstance(raised, WatchdogError)
+        assert raised.args == (number,)
+        raised = raised.__context__
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_signal_that_ends_something_comes_at_the_end(number: int) -> None:
+    came: list[int] = []
+    before = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        with DelayedInterrupt():
+            signal.raise_signal(number)
+            inside = list(came)
+    finally:
+        signal.signal(number, before)
+    assert (inside, came) == ([], [number])
+
+
+@pytest.mark.parametrize("last", SEVERAL)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_handler_that_raises_between_two_others_leaves_them_in_place(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch, at_end: bool, last: signal.Signals
+) -> None:
+    """As handlers are replaced, one by one, or come back."""
+    set_handler = _signal.signal
+    calls = 0
+
+    def set_and_raise(number: int, handler: Any) -> Any:
+        nonlocal calls
+        previous = set_handler(number, handler)
+        calls += 1
+        if calls == (5 if at_end else 2):
+            signal.raise_signal(last)
+        return previous
+
+    monkeypatch.setattr(_signal, "signal", set_and_raise)
+    with contextlib.suppress(WatchdogError), DelayedInterrupt():
+        pass
+    monkeypatch.undo()
+    assert heard == [last]
+    for number in SEVERAL:  # whatever stands in for a handler now calls it
+        with pytest.raises(WatchdogError):
+            signal.raise_signal(number)
+        with pytest.raises(WatchdogError), DelayedInterrupt():
+            signal.raise_signal(number)
+    assert heard == [last, *(number for number in SEVERAL for _ in range(2))]
+    for number in SEVERAL:
+        signal.signal(number, _own(signal.getsignal(number)))
+
+
+def _own(handler: Any) -> Any:
+    """A handler itself, where something stands in for it."""
+    while isinstance(delayed := getattr(handler, "__self__", None), DelayedInterrupt):
+        handler = next(iter(delayed._handlers.values()))
+    return handler
+
+
+def test_a_new_process_delays_nothing_that_another_thread_did(heard: list[int]) -> None:
+    with DelayedInterrupt():
+        interrupts._forked()
+        with pytest.raises(WatchdogError):
+            signal.raise_signal(signal.SIGTERM)
+    for number in SEVERAL:
+        signal.signal(number, _own(signal.getsignal(number)))
+    assert heard == [signal.SIGTERM]

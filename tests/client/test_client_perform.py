@@ -17,6 +17,7 @@ import pytest
 from calls import PATIENCE_S
 
 from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from attnserve._caching import transaction
 from attnserve._caching.plans import Plan, Request, Steps
 from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction, perform
@@ -145,6 +146,18 @@ def test_steps_that_come_too_late_are_not_taken(cache: CacheState, monkeypatch: 
     with pytest.raises(DeadlineExceededError):
         perform(cache.turns, plan(cache, steps(), 2.0), ask)
     assert asked == [2.0]
+
+
+def test_a_turn_that_nothing_makes_expire_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the thread that was to do that waited for ever."""
+    monkeypatch.setattr(transaction, "GRACE_SECONDS", 0.01)
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    cache = CacheState(info, Turns(lambda delay, function: Future()), None)
+    cache.turns.take(first := transaction._Place(plan(cache, once(), None)))
+    with pytest.raises(DeadlineExceededError):
+        perform(cache.turns, plan(cache, once(), 0.01), lambda request, timeout: None)
+    cache.turns.leave(first)
+    assert is_free(cache)
 
 
 def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
