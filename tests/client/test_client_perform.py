@@ -160,6 +160,36 @@ def test_a_turn_that_nothing_makes_expire_is_given_up(monkeypatch: pytest.Monkey
     assert is_free(cache)
 
 
+def test_what_a_signal_handler_raises_as_an_operation_begins_reaches_its_caller(cache: CacheState) -> None:
+    """And leaves the cache to others. Later, nobody but the future could tell the caller."""
+
+    class WatchdogError(Exception):
+        pass
+
+    def send(request: Request, timeout: float | None) -> Future[Any]:
+        if sent:
+            raise WatchdogError
+        sent.append(future := Future[Any]())
+        return future
+
+    def twice() -> Steps[Any]:
+        yield GET
+        yield GET
+
+    sent: list[Future[Any]] = [Future()]
+    outcomes: list[Any] = []
+    with pytest.raises(WatchdogError):
+        Transaction(cache.turns, plan(cache, once()), send, outcomes.append).begin()
+    assert outcomes == []
+    assert is_free(cache)
+    sent.clear()
+    Transaction(cache.turns, plan(cache, twice()), send, outcomes.append).begin()
+    sent[0].set_result(None)
+    (outcome,) = outcomes
+    assert isinstance(outcome, WatchdogError)
+    assert is_free(cache)
+
+
 def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
     """Also while it joins or leaves the queue, with another operation queued behind it."""
     functions = 0

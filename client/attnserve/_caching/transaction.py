@@ -54,13 +54,16 @@ class Transaction(Turn, Generic[T]):
         self._settle: Final = settle
         self._lock: Final = threading.Lock()
         self._answer: AnyFuture | None = None
+        self._beginner: int | None = None
         self._begun = False
         self._over = False
 
     def begin(self) -> None:
         """Enters the queues of its caches."""
         try:
+            self._beginner = threading.get_ident()
             self._turns.take(self)
+            self._beginner = None
         except BaseException:  # what a signal handler raises: nobody gets the future
             self.cancel()
             raise
@@ -118,8 +121,8 @@ class Transaction(Turn, Generic[T]):
             except StopIteration as end:
                 outcome = end.value
             except Exception as error:
-                if _may_be_a_handlers(error):
-                    raise
+                if self._beginner == threading.get_ident() and not isinstance(error, AttnServeError):
+                    raise  # it may be what a signal handler raises, for the caller
                 outcome = error.with_traceback(None)  # it would keep this frame alive, and all that it holds
             self._answer = answer  # and drop the previous one, whose callback refers to this object
             self._over = answer is None
@@ -186,11 +189,6 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
             raise
         finally:
             resume = partial(next, plan.steps)  # break the reference cycle between this frame and an error
-
-
-def _may_be_a_handlers(error: Exception) -> bool:
-    """Whether a signal handler may have raised this: handlers run in the main thread only."""
-    return not isinstance(error, AttnServeError) and threading.current_thread() is threading.main_thread()
 
 
 def _deadline(plan: Plan[Any]) -> float:
