@@ -95,7 +95,6 @@ VALUES: Final = {
     name: members
     for name in attnserve.__all__
     if isinstance(value := getattr(attnserve, name), type)
-    and name not in ("TLS", "Token")  # whose fields are those that they are made of
     and (members := getattr(value, "__match_args__", getattr(value, "_fields", ())))
 } | {"AttnServeError": ("code", "details", "resent"), "InvalidRequestError": ("field", "limit")}
 """What results, other values and errors have, by class."""

@@ -40,16 +40,17 @@ class TLS:
 
     The files are read when a client is made, and again when they have changed: new calls then use new connections, and
     those in flight end on the old ones. While the files do not fit together, during a rotation, the old ones are used.
+
+    - `ca`: the authorities that may sign the server's certificate, a PEM file. Default: gRPC's own list.
+    - `certificate`: the client's certificate, with its chain, a PEM file.
+    - `key`: the private key of that certificate, a PEM file.
+    - `server_name`: the name that the server's certificate must have. Default: that of the address.
     """
 
     ca: PathLike | None = None
-    """The authorities that may sign the server's certificate, a PEM file. Default: gRPC's own list."""
     certificate: PathLike | None = None
-    """The client's certificate, with its chain, a PEM file."""
     key: PathLike | None = None
-    """The private key of that certificate, a PEM file."""
     server_name: str | None = None
-    """The name that the server's certificate must have. Default: that of the address."""
 
     def __post_init__(self) -> None:
         for name in ("ca", "certificate", "key"):
@@ -85,14 +86,15 @@ class Token:
         Token("attnserve_...", plaintext=True)         over a network that encrypts by itself, without TLS here
 
     Without TLS a token is sent to this machine only, unless `plaintext` says otherwise.
+
+    - `value`: the token itself; or use `file`.
+    - `file`: the file that holds the token and nothing else.
+    - `plaintext`: whether to send it to other machines without TLS.
     """
 
     value: str | None = field(default=None, repr=False)
-    """The token itself; or use `file`."""
     file: PathLike | None = None
-    """The file that holds the token and nothing else."""
     plaintext: bool = False
-    """Whether to send it to other machines without TLS."""
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.file is None):
