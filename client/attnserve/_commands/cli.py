@@ -54,8 +54,7 @@ _NO_CONNECTION: Final = (
 _HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
 """What they say where the answer is HTTP/1: again only they do."""
 _OTHER_NAME: Final = "Hostname Verification Check failed"
-_UNUSABLE: Final = "Failed to create security handshaker"
-"""What they say where the server's certificate is of another name, and where a file of TLS has not what it should."""
+"""What they say where the server's certificate is of another name."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -126,8 +125,6 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
         return "; if it speaks TLS: --tls or --ca"
     if NOT_TLS in said:
         return f"; it speaks no TLS: leave out {tls_named(parsed, os.environ)}"
-    if _UNUSABLE in said:
-        return f"; there is no certificate, or no key, where one should be: {tls_named(parsed, os.environ)}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
 
 
