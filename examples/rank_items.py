@@ -150,9 +150,8 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     rng = np.random.default_rng(0)
     embeddings = rng.standard_normal((ITEMS, HEADS, WIDTH), np.float32)
     async with AsyncClient(address) as client:
-        await client.server_info(
-            timeout=PATIENCE_S
-        )  # or each ranking would find out by itself that no service is there
+        # Or each ranking would find out by itself that no service is there.
+        await client.server_info(timeout=PATIENCE_S)
         ranking = Ranking(client, embeddings, timeout=options.timeout)
         for user in range(options.users):
             length = int(np.clip(rng.lognormal(6.5, 1.0), 5, 20_000))

@@ -224,9 +224,8 @@ class ResidentCache(DynamicCache):
         if not hasattr(config, "to_dict"):
             raise TypeError(f"config: expected that of a model, found {type(config).__name__}")
         count = _count_layers(config)
-        cache_requests.create(
-            1, 1, None, count, "float32" if dtype is None else dtype, ttl
-        )  # raises here, not first in the model
+        # Raises here what would be raised in the model first.
+        cache_requests.create(1, 1, None, count, "float32" if dtype is None else dtype, ttl)
         self._sequences = Sequences(client, count, ttl)
         self._layers = [ResidentLayer(self._sequences, index, dtype) for index in range(count)]
         # Not that of a DynamicCache, whose layers are others; it is one because transformers' pairs do more with them.

@@ -23,9 +23,9 @@ from attnserve_server.scheduling.pace import Amount, Pace
 MOST_SKIPPED: Final = 64
 """How many places of groups that are no longer first are kept, beside two for each entry."""
 
-SURPRISE: Final = 1.5
+MUCH_LONGER: Final = 1.5
 """What takes this many times as long as it should have changes when its callers' waiting entries are due,"""
-SURPRISE_SECONDS: Final = 0.005
+MUCH_LONGER_SECONDS: Final = 0.005
 """if it takes this much longer: less would not be worth the work."""
 
 
@@ -195,7 +195,11 @@ class BatchQueue(Generic[E]):
         """
         self._fairness.end_run(batch.charges, batch.callers, seconds)
         expected = sum(batch.charges.values())
-        if self.requests and seconds is not None and seconds > max(SURPRISE * expected, expected + SURPRISE_SECONDS):
+        if (
+            self.requests
+            and seconds is not None
+            and seconds > max(MUCH_LONGER * expected, expected + MUCH_LONGER_SECONDS)
+        ):
             self._begin_later({caller for caller, _ in batch.charges})
 
     def _begin_later(self, callers: set[Hashable]) -> None:
