@@ -262,6 +262,13 @@ def test_a_shape_that_does_not_fit_is_compared_with_the_axes_that_the_caller_has
             cache.attend(rows, rows, rows, mask=wrong)
 
 
+def test_a_mask_of_keys_alone_is_told_where_its_axis_of_sequences_belongs(client: Client) -> None:
+    rows, keys = np.zeros((3, 2, 4, 8), np.float32), np.ones((3, 4), bool)
+    with pytest.raises(InvalidRequestError, match=re.escape("(one row of keys for each sequence is [3, 1, 1, 4])")):
+        client.attend(rows, rows, rows, mask=keys)
+    client.attend(rows, rows, rows, mask=keys[:, None, None])
+
+
 PACKED_BROKEN = [
     ("sum of the query lengths", "query_lengths", {"query_lengths": [2, 2], "kv_lengths": [3, 4]}),
     ("sum of the key lengths", "kv_lengths", {"query_lengths": [2, 3], "kv_lengths": [3, 3]}),

@@ -102,7 +102,11 @@ def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, i
     if len(shape) > 4 or any(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
     ):
-        raise InvalidRequest(f"{field}.shape", f"a shape that broadcasts to {list(target[-axes:])}", shown(spec))
+        expected = f"a shape that broadcasts to {list(target[-axes:])}"
+        batch, _, _, keys = target
+        if shape == (batch, keys) and axes == 4:
+            expected += f" (one row of keys for each sequence is [{batch}, 1, 1, {keys}])"
+        raise InvalidRequest(f"{field}.shape", expected, shown(spec))
 
 
 def read_integers(spec: TensorSpec | None, payloads: Sequence[memoryview]) -> tuple[int, ...] | None:
