@@ -138,9 +138,9 @@ class Bench:
         """The cache that `fork` made."""
         outcome = await self.outcome(entry)
         assert isinstance(outcome, Outcome), outcome
-        assert isinstance(entry.request, Fork)
-        assert entry.request.forked is not None
-        return entry.request.forked
+        pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
+        name = caches_pb2.CacheServiceForkResponse.FromString(b"".join(pieces)).cache.name
+        return self.store.get(name, monotonic(), None)
 
     def look(self, cache: Cache, deadline: float = math.inf) -> Entry:
         """Asks for the state of a cache."""
@@ -152,6 +152,13 @@ class Bench:
         assert isinstance(outcome, Outcome), outcome
         pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
         return int(caches_pb2.CacheServiceGetResponse.FromString(b"".join(pieces)).cache.lengths[0])
+
+    async def cut(self, entry: Entry) -> int:
+        """The number of tokens that the reply to `truncate` says."""
+        outcome = await self.outcome(entry)
+        assert isinstance(outcome, Outcome), outcome
+        pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
+        return int(caches_pb2.CacheServiceTruncateResponse.FromString(b"".join(pieces)).cache.lengths[0])
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
         self.order.append(entry)

@@ -95,6 +95,22 @@ async def test_what_computes_nothing_does_not_wait_for_the_device(bench: Bench) 
     await bench.finished()
 
 
+async def test_replies_describe_a_cache_as_it_is_at_their_turn(bench: Bench) -> None:
+    """However much is done to it in the same turn of the event loop, before any reply is written."""
+    cache = bench.create(20)
+    bench.device.may_run.clear()
+    running = bench.attend(cache, seed=1, appended=5)
+    await bench.device.until_entered()
+    first, fork, second = bench.truncate(cache, 17), bench.fork(cache), bench.truncate(cache, 9)
+    bench.device.may_run.set()
+    await bench.check(running, (0, 20), (1, 5))
+    await bench.outcome(second)
+    bench.store.delete(cache)
+    assert [await bench.cut(first), await bench.cut(second)] == [17, 9]
+    assert (await bench.forked(fork)).length(0) == 17
+    await bench.finished()
+
+
 async def test_what_computes_nothing_is_not_done_for_nobody(bench: Bench) -> None:
     """Whether the caller has gone, or its deadline has passed when the turn comes."""
     busy, cache = bench.create(3), bench.create(20)

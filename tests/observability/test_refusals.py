@@ -97,6 +97,13 @@ async def test_under_attack_there_are_few_lines_of_a_reason_and_the_rest_is_coun
     assert len(lines) == written + 1
 
 
+async def test_what_was_left_out_is_said_at_the_end_at_the_level_of_its_lines(lines: list[Any]) -> None:
+    refusals = Refusals(lambda: 0.0)
+    note(refusals, ComputationFailed("a kernel"), int(BURST) + 7)
+    refusals.close()
+    assert (lines[-1].left_out, lines[-1].levelname) == (7, "ERROR")
+
+
 async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve_server.observability.refusals.SUMMARY_AFTER", 0.0)
     refusals = Refusals(lambda: 0.0)

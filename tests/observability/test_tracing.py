@@ -210,7 +210,25 @@ def test_a_protocol_that_turns_tracing_off_is_told(infix: str, caplog: pytest.Lo
     ]
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4317", "http://user:secret@collector:4317", "ftp://c:1"])
+@pytest.mark.parametrize("endpoint", ["http://collector:secret", "collector:65536", "http://[::1"])
+def test_variables_that_say_no_endpoint_turn_tracing_off(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert tracing.open_tracing(Config(), {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, new_metrics(), "cpu") is None
+    (message,) = caplog.messages
+    assert message.startswith("tracing is off")
+    assert endpoint not in message
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "collector:4317",
+        "http://user:secret@collector:4317",
+        "ftp://c:1",
+        "http://collector:port",
+        "http://c:65536",
+        "http://[::1",
+    ],
+)
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(ConfigError):
         Config(tracing_endpoint=endpoint)

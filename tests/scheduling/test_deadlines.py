@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import pytest
 from engines import OpenAdmission
@@ -139,6 +140,16 @@ def test_a_trial_whose_turn_comes_too_late_is_forgotten() -> None:
     computed(several, 4.0, 4.0, Request())
     computed(several, 100.0, 50.0, tried)  # it is not asked for any more
     check(several, 1.0, 0.5, now=101.0)
+
+
+def test_a_trial_that_ends_otherwise_is_not_kept() -> None:
+    """It may have failed, or been cancelled, and its message be large."""
+    asked = deadlines()
+    gone = ref(check(asked, 10.0, 5.0))
+    assert gone() is None
+    computed(asked, 1.0, 1.0)
+    with pytest.raises(DeadlineUnreachable):
+        check(asked, 10.0, 5.0, now=2.0)
 
 
 def test_a_trial_that_is_not_over_counts_for_as_long_as_it_should_take() -> None:

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from attnserve_server.caches.layer import CacheLayer, PageTable, shared_pages
+from attnserve_server.caches.layer import CacheLayer, PageTable, pages_in, shared_pages
 from attnserve_server.caches.shape import CacheShape
 
 
@@ -90,7 +90,7 @@ class Cache:
     @property
     def bytes(self) -> int:
         """The bytes of its pages, shared ones included."""
-        return sum(map(len, self.layers)) * self.page_bytes
+        return pages_in(self.layers) * self.page_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -8,7 +8,7 @@ in a copy of it; full pages are never written again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve_server.caches.changes import Change, Foreseen, Grow, foresee
@@ -201,6 +201,11 @@ class CacheLayer:
 
     def _tail_is_shared(self) -> bool:
         return self.length % self._tokens_per_page != 0 and self._allocator.is_shared(self._pages[-1])
+
+
+def pages_in(layers: Iterable[CacheLayer]) -> int:
+    """How many pages layers have together; what they share counts for each."""
+    return sum(map(len, layers))
 
 
 def clear(layers: Sequence[CacheLayer]) -> None:

@@ -96,7 +96,7 @@ class Fork(_Operation):
 
     ttl: float | None
     request_id: bytes
-    forked: Cache | None = field(default=None, init=False)
+    _forked: pb.Cache | None = field(default=None, init=False)
     _place: Reservation[Change] | None = field(default=None, init=False)
 
     def line_up(self, now: float) -> None:
@@ -109,15 +109,15 @@ class Fork(_Operation):
             self.host.store.cancel(self._place)
 
     def begin(self) -> None:
-        """Forks the cache."""
+        """Forks the cache, and describes the fork as it is then."""
         cache = self.uses[0].cache
         ttl = cache.ttl if self.ttl is None else self.ttl
-        self.forked = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._place)
+        fork = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._place)
+        self._forked = describe(self.host, fork)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceForkResponse."""
-        assert self.forked is not None
-        return _encoded(pb.CacheServiceForkResponse(cache=describe(self.host, self.forked)))
+        return _encoded(pb.CacheServiceForkResponse(cache=self._forked))
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +128,7 @@ class Truncate(_Operation):
     truncation_id: int
     """The id by which a resend is recognised; 0 if it has none."""
 
+    _cut: pb.Cache | None = field(default=None, init=False)
     _place: Reservation[Cut] | None = field(default=None, init=False)
 
     def line_up(self, now: float) -> None:
@@ -143,8 +144,9 @@ class Truncate(_Operation):
             self.host.store.cancel(self._place)
 
     def begin(self) -> None:
-        """Truncates the cache. Raises InvalidRequest if it has fewer tokens, FailedPrecondition if its length is not
-        the expected one or this very request has truncated it before.
+        """Truncates the cache, and describes it before later operations change it. Raises InvalidRequest if it has
+        fewer tokens, FailedPrecondition if its length is not the expected one or this very request has truncated it
+        before.
         """
         use = self.uses[0]
         longest = max(use.cache.lengths)
@@ -157,10 +159,11 @@ class Truncate(_Operation):
         if self.length > longest:
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
         self.host.store.truncate(use.cache, self.length, self._place, self.truncation_id)
+        self._cut = describe(self.host, use.cache)
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
         """The encoded CacheServiceTruncateResponse."""
-        return _encoded(pb.CacheServiceTruncateResponse(cache=describe(self.host, self.uses[0].cache)))
+        return _encoded(pb.CacheServiceTruncateResponse(cache=self._cut))
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Final
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.counts import Counts, EvictionReason
-from attnserve_server.caches.layer import CacheLayer, clear
+from attnserve_server.caches.layer import CacheLayer, clear, pages_in
 from attnserve_server.caches.leases import Leases
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import Cancelled, InvalidRequest, NotFound, Overloaded
@@ -47,6 +47,8 @@ class Register:
         self._caches: dict[str, Cache] = {}
         self._owned: Counter[str | None] = Counter()
         """How many caches each owner has."""
+        self._pages: Counter[str | None] = Counter()
+        """How many pages each owner's caches have, until they are freed; what they share counts for each."""
         self._made: dict[tuple[str | None, bytes], Cache] = {}
         """By their owners and the ids of the requests that made them."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
@@ -75,12 +77,11 @@ class Register:
         return [cache for cache in self._caches.values() if cache.owner == owner]
 
     def bytes_of_owners(self, now: float) -> Mapping[Hashable, int]:
-        """The bytes of the caches of every owner that has any; what they share counts for each."""
+        """The bytes of the caches of every owner that has any, until they are freed; what they share counts for each.
+        Takes no longer for many caches.
+        """
         self.expire(now)
-        sizes: Counter[Hashable] = Counter()
-        for cache in self._caches.values():
-            sizes[cache.owner] += cache.bytes
-        return sizes
+        return {owner: pages * self.page_bytes for owner, pages in self._pages.items()}
 
     def expire(self, now: float) -> None:
         """Evicts every cache whose lease has ended. Nothing depends on this, but it frees their pages sooner."""
@@ -214,7 +215,15 @@ class Register:
 
     def _free(self, cache: Cache) -> None:
         self.tokens -= sum(cache.lengths)
+        self._count_pages(cache.owner, -pages_in(cache.layers))
         clear(cache.layers)
+
+    def _count_pages(self, owner: str | None, more: int) -> None:
+        """Takes note that an owner's caches have more pages than before, or fewer."""
+        if more:
+            self._pages[owner] += more
+            if not self._pages[owner]:
+                del self._pages[owner]
 
     def _retry_delay(self, now: float) -> float:
         """Seconds until the next lease ends, within bounds: room may come sooner, by an undone append or a deletion."""

@@ -19,7 +19,7 @@ C = TypeVar("C", bound=Change, covariant=True)
 
 @dataclass(slots=True, eq=False)
 class Reservation(Generic[C]):
-    """What an operation is to do to layers of caches, each of them once."""
+    """What an operation is to do to layers of one owner's caches, each of them once."""
 
     caches: set[Cache]
     changes: Sequence[tuple[CacheLayer, C]]
@@ -35,6 +35,11 @@ class Reservation(Generic[C]):
     def layers(self) -> list[CacheLayer]:
         """The layers, each once."""
         return [layer for layer, _ in self.changes]
+
+    @property
+    def owner(self) -> str | None:
+        """Whose caches they are."""
+        return next((cache.owner for cache in self.caches), None)
 
     @property
     def has_turn(self) -> bool:

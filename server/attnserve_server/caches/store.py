@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Change, Cut, Grow, Share
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.layer import CacheLayer, Placement
+from attnserve_server.caches.layer import CacheLayer, Placement, pages_in
 from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.register import Register
 from attnserve_server.caches.reservation import Reservation, place, undo
@@ -115,6 +115,7 @@ class CacheStore(Register):
         self._settle(cache.layers)
         fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id, cache.name)
         self.tokens += sum(fork.lengths)
+        self._count_pages(fork.owner, pages_in(layers))
         self.counts.forks += 1
         return fork
 
@@ -128,10 +129,12 @@ class CacheStore(Register):
             raise InvalidRequest("length", f"at most {longest}, the tokens of the longest layer", length)
         if waited is not None:
             waited.wait_no_more()
+        before = pages_in(cache.layers)
         for layer in cache.layers:
             if layer.length > length:
                 self.tokens -= layer.length - length
                 layer.truncate(length)
+        self._count_pages(cache.owner, pages_in(cache.layers) - before)
         self._settle(cache.layers)
         if truncation_id:
             cache.truncations = (truncation_id, *cache.truncations[: MOST_TRUNCATIONS - 1])
@@ -198,7 +201,9 @@ class CacheStore(Register):
             reservation.wait(first=True)
         self._promise(reservation, now)
         reservation.wait_no_more()
+        before = pages_in(reservation.layers)
         placements = place(reservation, append_ids)
+        self._count_pages(reservation.owner, pages_in(reservation.layers) - before)
         self._settle(reservation.layers)
         self.tokens += sum(append.tokens for _, append in reservation.changes)
         return placements
@@ -210,7 +215,9 @@ class CacheStore(Register):
         """
         if not reservation.placed:
             return
+        before = pages_in(reservation.layers)
         undo(reservation)
+        self._count_pages(reservation.owner, pages_in(reservation.layers) - before)
         self._settle(reservation.layers)
         self.tokens -= sum(append.tokens for _, append in reservation.changes)
 

@@ -72,7 +72,8 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._limits: dict[str, RateLimit] = {}
-        self._summaries: dict[str, asyncio.TimerHandle] = {}
+        self._summaries: dict[str, tuple[asyncio.TimerHandle, int]] = {}
+        """The summaries that are due, by their reasons: when, and at which level."""
 
     def note(
         self, operation: str, error: RequestError | NoRoom, request_id: Callable[[], str], caller: str | None
@@ -91,7 +92,7 @@ class Refusals:
         if not limit.take(now):
             if error.reason not in self._summaries:
                 timer = asyncio.get_running_loop().call_later(SUMMARY_AFTER, self._summarise, error.reason, level)
-                self._summaries[error.reason] = timer
+                self._summaries[error.reason] = timer, level
             return
         fields = {"operation": operation, "code": error.code.name, "reason": error.reason, "request_id": request_id()}
         if caller is not None:
@@ -100,9 +101,9 @@ class Refusals:
 
     def close(self) -> None:
         """Writes the summaries that are still due."""
-        for reason, timer in list(self._summaries.items()):
+        for reason, (timer, level) in list(self._summaries.items()):
             timer.cancel()
-            self._summarise(reason, logging.INFO)
+            self._summarise(reason, level)
 
     def _summarise(self, reason: str, level: int) -> None:
         del self._summaries[reason]

@@ -251,7 +251,7 @@ def _other_protocol_in(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def shown(endpoint: str) -> str:
-    """An endpoint without the parts that may be secret."""
+    """An endpoint without the parts that may be secret. Raises ValueError if it is none."""
     parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
     return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
 
@@ -262,6 +262,11 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
     if not endpoint:
         if _endpoint_in(environ) and (other := _other_protocol_in(environ)) is not None:
             logger.warning("tracing is off: %s is %s, and spans are sent by gRPC only", *other)
+        return None
+    try:
+        shown(endpoint)
+    except ValueError:
+        logger.warning("tracing is off: what OpenTelemetry's variables say is no endpoint, such as http://host:4317")
         return None
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

@@ -56,7 +56,7 @@ class ReadingTurn:
                 place.call = asyncio.get_running_loop().create_future()
                 await place.call
         except asyncio.CancelledError:
-            if self._next is None and not self._reading:  # it had been called, and is not the last in line
+            if self._next is None and not self._reading:  # it may have been called: others are, or the turn is free
                 self._call_soon()
             raise
         finally:

@@ -106,11 +106,11 @@ class AttentionService:
         trace: Trace | None,
     ) -> tuple[bytes, Held]:
         """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
-        learns = False
+        learns, usage = False, self._metrics.usage.of(caller.name)
         if fast_path is not None and trace is None:
             answered = fast_path.answer_request(caller, message, arrival, timeout)
             if isinstance(answered, Answered):
-                self._metrics.usage.of(caller.name).computed(answered.query_tokens, answered.flops)
+                usage.computed(answered.query_tokens, answered.flops)
                 return answered.message, answered
             learns = answered.learns
         self._engine.check(caller.share, len(message))
@@ -138,7 +138,6 @@ class AttentionService:
         try:
             if isinstance(outcome, RequestError):
                 raise outcome
-            usage = self._metrics.usage.of(caller.name)
             reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
             return reply_message, StillHeld.of(entry)
         except BaseException:

@@ -6,6 +6,7 @@ In: a request, what waits before it, and when the device will be free. Out: noth
 from __future__ import annotations
 
 from typing import Final
+from weakref import ref
 
 from attnserve_server.errors import DeadlineUnreachable
 from attnserve_server.scheduling.admission import Admission
@@ -24,8 +25,8 @@ class Deadlines:
         self._queue = queue
         self._admission = admission
         self._pace = admission.pace
-        self._trial: Entry | None = None
-        """The last trial, until it has been computed."""
+        self._trial: ref[Entry] | None = None
+        """The last trial, until it has been computed. It may end otherwise, and its message be large."""
         self._next_trial = 0.0
 
     def check(self, entry: Entry, free_at: float | None) -> bool:
@@ -52,14 +53,15 @@ class Deadlines:
     def begin_trial(self, entry: Entry) -> None:
         """Takes note that an entry will be computed as a trial."""
         least = self._pace.least_seconds_of(entry.kind, entry.cost)
-        self._trial, self._next_trial = entry, entry.arrival + entry.decode + TRIAL_PAUSE * least
+        self._trial, self._next_trial = ref(entry), entry.arrival + entry.decode + TRIAL_PAUSE * least
 
     def computed(self, batch: Batch[Entry], now: float, seconds: float) -> None:
         """Takes note that a batch was computed by `now`, in `seconds`."""
         if self._trial is None:
             return
-        if self._trial in batch.entries:
-            self._next_trial = now + TRIAL_PAUSE * seconds * self._trial.cost / max(1, batch.cost)
+        trial = self._trial()
+        if trial in batch.entries:
+            self._next_trial = now + TRIAL_PAUSE * seconds * trial.cost / max(1, batch.cost)
             self._trial = None
-        elif self._trial.answered:  # its turn came too late
+        elif trial is None or trial.answered:  # its turn came too late
             self._trial = None

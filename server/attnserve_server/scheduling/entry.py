@@ -53,7 +53,7 @@ class StillHeld(NamedTuple):
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Entry:
     """A request in flight: what to compute, what that costs, how long its caller waits, and the way back.
 

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 from attnserve_server.settings import units
 
@@ -89,6 +90,16 @@ def matches(expected: str, valid: Callable[[str], object], *, private: bool = Fa
     return Kind(expected, check, str, str, private)
 
 
+def _endpoint(text: str) -> tuple[str | None, int | None] | None:
+    """The host and port of an endpoint; None if it has other parts. Raises ValueError if the port is no number of a
+    port.
+    """
+    if not re.fullmatch(r"https?://[^\s/@]+", text):
+        return None
+    parts = urlsplit(text)
+    return parts.hostname, parts.port
+
+
 DURATION: Final = duration()
 TRUTH: Final = Kind(
     "true or false", lambda value: isinstance(value, bool), units.parse_truth, lambda value: str(value).lower()
@@ -111,6 +122,6 @@ RATIO: Final = Kind(
     lambda value: f"{value:g}",
 )
 ENDPOINT: Final = matches(
-    "nothing, or http://host:port or https://host:port", re.compile(r"(https?://[^\s/@]+)?").fullmatch, private=True
+    "nothing, or http://host:port or https://host:port", lambda text: not text or _endpoint(text), private=True
 )
 DEVICE: Final = matches("auto, cpu, cuda or cuda:N", re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch)
