@@ -193,3 +193,28 @@ def test_truncating_and_replaying_is_as_never_having_gone_there(
     pool.write(shape, placement(pages, 4, kept, 61 - kept), key, value)
     (result,) = attend_cache([query_of(case, "float32", pages, return_lse=True)], pool, device)
     assert_same_results(arrays(result), attended(device, case, "float32", Way(), return_lse=True))
+
+
+@pytest.mark.parametrize("query_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_bits_do_not_depend_on_what_others_have_left_in_a_page(
+    device: CpuDevice, length: int, query_dtype: type[np.floating[Any]]
+) -> None:
+    """Neither where a row attends to nothing, which is not recognised by keys."""
+    plan = plan_of({}, query_length=length, key_length=61, key_dim=64, head_dim=64, value_dim=64)
+    case = plan.case(3)
+    mask = np.ones((1, case.query.shape[1], length, 1), np.bool_)
+    mask[:, 0, 0] = False
+    case = Case(case.query.astype(query_dtype), case.key, case.value, {"mask": mask})
+    shape, results = shape_of(case, "float32"), []
+    for scale in (1.0, 1e37):
+        pool = pool_for(shape, 16)
+        left = np.random.default_rng(1).standard_normal(case.key.shape).astype(np.float32)
+        for first in range(0, 40, 4):
+            before = Case(case.query, left[:, :, :60] * np.float32(scale), left[:, :, :60])
+            fill(pool, shape, range(first, first + 4), before, (1000,))
+        fill(pool, shape, [7, 8, 9, 10], case, (1000,))
+        (result,) = attend_cache([query_of(case, "float32", [7, 8, 9, 10], return_lse=True)], pool, device)
+        results.append(arrays(result))
+    assert_same_results(*results)
+    assert not results[0].output[:, 0, 0].any()

@@ -261,9 +261,9 @@ class QueryAttention:
             return True
         if query.score is not None or query.bias is not None or query.alibi_slopes is not None:
             return False
-        begin, end = self.groups[0][0].begin, self.groups[-1][-1].end
-        pages = query.pages[begin // self.per_page : -(-end // self.per_page)]
-        blocks = pool.blocks(query.shape, pages, end - begin)
+        first, end = self.groups[0][0].begin // self.per_page, self.groups[-1][-1].end
+        pages = query.pages[first : -(-end // self.per_page)]
+        blocks = pool.blocks(query.shape, pages, end - first * self.per_page)
         return all(stay_in_float32(self.tensor, block.key, query.scale) for block in blocks)
 
     def result(self) -> AttentionResult:

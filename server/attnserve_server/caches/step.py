@@ -26,7 +26,7 @@ from attnserve_server.kernels import AttentionResult, part_of
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
-from attnserve_server.kernels.math import needs_float64, stay_in_float32
+from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.table import CPU_PAGES
 
 PIECE_BYTES: Final = 1 << 24
@@ -97,7 +97,7 @@ class Step:
             output, lse = merge(
                 [each.output for each in results], [each.lse for each in results if each.lse is not None]
             )
-        if not is_finite(output) or not (lse is None or is_finite(lse) or self._stays_in_float32):
+        if not is_finite(output) or not (lse is None or self._is_sound(lse)):
             return None
         if query.sinks is not None and lse is not None:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
@@ -134,14 +134,20 @@ class Step:
         lse = (total.log() + top.view(total.shape)).view(1, heads, length)
         return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES)
 
-    @property
-    def _stays_in_float32(self) -> bool:
-        """Whether a row with an infinite lse has no key, rather than scores that are all beyond float32."""
+    def _is_sound(self, lse: torch.Tensor) -> bool:
+        """Whether each row whose lse [1, Hq, Lq] is infinite has no key by the mask and the band, rather than scores
+        that are all beyond float32. Keys do not decide that: whole pages also hold what nobody has written.
+        """
         query = self.query
+        if is_finite(lse):
+            return True
         if query.bias is not None or query.alibi_slopes is not None:
             return False
-        keys = (block.key for _, blocks in self.pieces for block in blocks)
-        return all(stay_in_float32(self.tensor, key, query.scale) for key in keys)
+        reached = self._narrowed(range(self.begin, self.end)).tensor(lse.device)[None, None]
+        mask = part_of(query.mask, 3, self.begin, self.end)
+        if mask is not None:
+            reached = reached & mask
+        return bool((lse.isfinite() | ~reached.any(3)).all())
 
     @property
     def _may_lack_keys(self) -> bool:
