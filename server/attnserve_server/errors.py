@@ -49,6 +49,9 @@ which contain it several times, and of which gRPC accepts 8 KiB."""
 MAX_NAME = 128
 """How much of an unknown name is shown; names of layers are no longer than that."""
 
+SECRET_SHOWN = 4
+"""How much of a name that is a secret."""
+
 
 def shortened(text: str) -> str:
     """The text, truncated if it is longer than may be shown."""
@@ -138,9 +141,11 @@ class NotFound(RequestError):
 
     code = grpc.StatusCode.NOT_FOUND
 
-    def __init__(self, what: str, name: str) -> None:
+    def __init__(self, what: str, name: str, *, is_secret: bool = False) -> None:
+        """What is not there. A secret name is for the caller's program alone: logs have the message."""
         name = name[:MAX_NAME]
-        super().__init__(f"there is no {what} {name!r}", "NOT_FOUND", name=name)
+        shown = f"{name[:SECRET_SHOWN]}..." if is_secret else name
+        super().__init__(f"there is no {what} {shown!r}", "NOT_FOUND", name=name)
 
 
 class FailedPrecondition(RequestError):

@@ -50,6 +50,8 @@ LAST_CALLS_S: Final = 0.05
 """How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
 begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
 """
+LAST_REPLIES_S: Final = 1.0
+"""How long after the grace replies that are nearly there may still be sent, and what callers are told last."""
 FAREWELL_S: Final = 5.0
 """How long a server whose device failed waits until its callers have been told."""
 
@@ -162,11 +164,14 @@ class Server:
         self._services.end_streams()
 
     async def stop(self) -> None:
-        """Ends whatever is left."""
+        """Ends whatever is left, once replies that are nearly there have had a last moment."""
         if self._watchdog is not None:
             self._watchdog.stop()
+        if self.cuts_off:
+            self.cuts_off = not await self.engine.drain(LAST_REPLIES_S)
+            self._services.end_streams()
         self.health.close()
-        self.hangs = not await self._services.stop()
+        self.hangs = not await self._services.stop(0.0 if self.cuts_off else LAST_REPLIES_S)
         await self._http.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -100,6 +100,8 @@ def test_what_is_not_there_is_not_found(caller: Caller) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 ask()
             assert caught.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+            told = caught.value.details()  # type: ignore[attr-defined]
+            assert told == f"there is no cache '{gone[:4]}...'", "logs have it, and names are secrets"
     assert name not in {cache.name for cache in caller.list().caches}
 
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from calls import PATIENCE_S
+from conftest import Server
+from dam import Dam
 
 from attnserve import (
     AsyncCache,
@@ -65,7 +67,7 @@ WITHIN: Final = r"0\.0[345]\d* s"
 
 
 CONNECTING: Final = (("grpc.min_reconnect_backoff_ms", 600_000),)
-"""Has gRPC wait for whoever does not say anything, which otherwise is an UnavailableError after a second."""
+"""Has gRPC wait for whoever does not say anything, which otherwise is an UnavailableError after some seconds."""
 
 
 @pytest.fixture
@@ -112,6 +114,16 @@ def test_a_call_that_has_its_own_waits_for_that(silent: str) -> None:
         for ask in (client.server_info, client.caches.list, client.layers.list, cache.info, cache.fork, cache.delete):
             with pytest.raises(DeadlineExceededError, match=WITHIN):
                 ask(timeout=0.05)
+
+
+def test_the_only_server_may_be_too_busy_to_greet_for_seconds(server: Server) -> None:
+    with Dam(server.address) as dam, Client(dam.address, timeout=PATIENCE_S) as client:
+        dam.shut()
+        asked = client.submit(X, X, X)
+        with pytest.raises(TimeoutError):
+            asked.result(2.0)  # twice as long as one of several servers may take
+        dam.open()
+        assert asked.result(PATIENCE_S).output.shape == X.shape
 
 
 @pytest.mark.parametrize("timeout", [-1, "3", True, np.nan])

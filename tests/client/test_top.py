@@ -114,6 +114,15 @@ def test_nothing_between_two_readings_is_no_latency() -> None:
     assert "nan" not in text(found)
 
 
+def test_a_server_that_does_not_answer_is_not_shown_as_serving() -> None:
+    found, out = figures(reading(0, 100), reading(1, 100)), io.StringIO()
+    shown = view(found, "host:8002", found.started_at + 61, gone_since=found.started_at + 50)
+    Console(file=out, width=80, highlight=False).print(shown)
+    assert "no answer for 0:00:11" in out.getvalue()
+    assert "serving" not in out.getvalue()
+    assert "up 0" not in out.getvalue()
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_view_fits(width: int) -> None:
     shown = text(figures(reading(0, 0), reading(1, 1234, 7, 0.25)), width, tuple(range(40)))

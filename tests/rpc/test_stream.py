@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import calls
 import grpc
 import messages
+import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2
@@ -241,6 +243,22 @@ def test_a_caller_that_vanishes_leaves_nothing_behind(server: Server, channel: g
     calls.until_nothing_is_in_flight(server.http_address)
     calls.until(lambda: calls.metric(server.http_address, "attnserve_streams") == streams_before, "the stream is gone")
     assert "Traceback" not in server.stderr()[said_before:]
+
+
+def test_what_is_computed_for_a_caller_that_vanishes_is_on_its_account(server: Server, channel: grpc.Channel) -> None:
+    metric = partial(calls.metric, server.http_address)
+
+    def flops() -> tuple[float, float]:
+        return metric("attnserve_flops_total"), metric("attnserve_caller_flops_total", caller="anonymous")
+
+    before, stream = flops(), calls.Stream(channel)
+    stream.send(calls.call(1, messages.random_attend(0, 2048, heads=1, width=32, dtype=np.float64, softcap=1.0)))
+    calls.until(lambda: metric("attnserve_in_flight_requests") or flops() > before, "it is there")
+    calls.until(lambda: not metric("attnserve_queue_requests"), "it is being computed")
+    stream.vanish()
+    calls.until_nothing_is_in_flight(server.http_address)
+    computed, counted = (now - then for now, then in zip(flops(), before, strict=True))
+    assert computed == counted > 0
 
 
 def test_a_connection_that_breaks_leaves_nothing_behind(server: Server) -> None:

@@ -74,17 +74,20 @@ def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     before: Reading | None = None
     last: Figures | None = None
     history: deque[float] = deque(maxlen=_HISTORY)
+    answered_at = time.time()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            said = Text(f"every {parsed.interval:g} s; ctrl-c ends it", style="dim")
+            said, gone_since = Text(f"every {parsed.interval:g} s; ctrl-c ends it", style="dim"), None
             try:
                 after = Reading.of(endpoint)
                 if before is not None:
                     last = figures(before, after)
                     history.append(last.requests)
-                before = after
+                before, answered_at = after, time.time()
             except OSError as error:  # the server may come back: servers are replaced
-                said = Text(str(error), style="bold red")
-            shown = [] if last is None else [view(last, parsed.address, time.time(), tuple(history))]
+                said, gone_since = Text(str(error), style="bold red"), answered_at
+            shown = []
+            if last is not None:
+                shown = [view(last, parsed.address, time.time(), tuple(history), gone_since=gone_since)]
             live.update(Group(said, *shown), refresh=True)
             time.sleep(parsed.interval)

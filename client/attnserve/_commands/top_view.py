@@ -22,8 +22,11 @@ _NAMES: Final = 4
 """How many callers, layers or kernels are named; the others are only counted."""
 
 
-def view(figures: Figures, address: str, now: float, history: Sequence[float] = ()) -> RenderableType:
-    """The whole view at `now`, in seconds since the epoch; `history` has the latest rates of requests per second.
+def view(
+    figures: Figures, address: str, now: float, history: Sequence[float] = (), *, gone_since: float | None = None
+) -> RenderableType:
+    """The whole view at `now`, in seconds since the epoch; `history` has the latest rates of requests per second. If
+    the server does not answer, the figures are from when it did, and `gone_since` is when that was.
 
     What matters most comes first: a terminal that is too small cuts off the rest.
     """
@@ -31,10 +34,17 @@ def view(figures: Figures, address: str, now: float, history: Sequence[float] = 
     head.add_column()
     head.add_column(justify="right")
     what = f"attnserve {figures.version} on {figures.device.name}, torch {figures.torch}"
-    state = Text(figures.state, style="bold green" if figures.state == "serving" else "bold red")
-    up = timedelta(seconds=round(max(0.0, now - figures.started_at)))
-    head.add_row(Text(address, style="bold"), Text.assemble(what, ", ", state, f", up {up}"))
+    if gone_since is None:
+        state = Text(figures.state, style="bold green" if figures.state == "serving" else "bold red")
+        state.append(f", up {_duration(now - figures.started_at)}", style="not bold default")
+    else:
+        state = Text(f"no answer for {_duration(now - gone_since)}", style="bold red")
+    head.add_row(Text(address, style="bold"), Text.assemble(what, ", ", state))
     return Group(head, Rule(style="dim"), _operations(figures), Rule(style="dim"), _summary(figures, history))
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(max(0.0, seconds)))
 
 
 def _summary(figures: Figures, history: Sequence[float]) -> Table:

@@ -50,7 +50,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.enable_retries", 0),
     # Retries may be over within 0.35 s: a pause between two attempts to connect is shorter, gRPC's jitter included.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # which is also how long connecting may take
     ("grpc.max_reconnect_backoff_ms", 250),
     # A connection that has gone silent is noticed within 30 s, and its calls are sent again, well before they time out.
     # The service tolerates a ping every 10 s. Another server may not; gRPC then pings half as often.
@@ -59,6 +59,9 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # The same if bytes still arrive but are garbage, without the answer to a ping among them.
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
+
+_ONLY: Final = ("grpc.min_reconnect_backoff_ms", 5_000)
+"""How long connecting to the only server may take: one that is busy answers late, and there is no other to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class Settings:
     def channel_options(self, address: str) -> list[tuple[str, Any]]:
         """The options of a channel to an address: the SDK's own, overridden by the caller's."""
         own = dict(_CHANNEL_OPTIONS)
+        if len(self.target.fixed) == 1:
+            own.update((_ONLY,))
         if self.tls is not None:
             # A server that was looked up must prove that it has the looked-up name, not that address.
             name = self.tls.server_name or (self.target.authority if is_looked_up(address) else None)

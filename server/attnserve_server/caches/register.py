@@ -68,7 +68,7 @@ class Register:
             self._evict(cache, "lease")
             cache = None
         if cache is None or cache.owner != owner:
-            raise NotFound("cache", name)
+            raise NotFound("cache", name, is_secret=True)
         return cache
 
     def list(self, owner: str | None, now: float) -> Sequence[Cache]:
@@ -178,7 +178,7 @@ class Register:
 
     def _require(self, cache: Cache) -> None:
         if cache.gone:
-            raise NotFound("cache", cache.name)
+            raise NotFound("cache", cache.name, is_secret=True)
 
     def _evict_oldest(self, now: float, reason: EvictionReason) -> bool:
         """Evicts the cache whose lease ended first. Returns whether there was an expired one."""

@@ -121,6 +121,8 @@ class AttentionService:
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
             if outcomes.done():  # its caller has gone
+                if isinstance(outcome, Outcome):
+                    usage.computed(entry.request.query_tokens, entry.request.flops)
                 self._engine.release(entry)
             else:
                 outcomes.set_result(outcome)

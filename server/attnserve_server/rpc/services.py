@@ -64,9 +64,7 @@ CONNECTION_STRANGERS: Final = 2
 STRANGERS: Final = 16
 """How many of these messages may take so long, on one connection and in all; any more have `messages_due.CROWDED_S`."""
 STOP_S: Final = 3.0
-"""How long gRPC may take to stop, of which one second is for what callers are told last: it waits up to 20 s for each
-connection that stands still.
-"""
+"""How long gRPC may take to stop, its grace included: it waits up to 20 s for each connection that stands still."""
 STREAM_SHARE: Final = 4
 """A stream with more than one in this many of all requests that may be in flight is not read from until it has fewer.
 """
@@ -145,10 +143,12 @@ class Services:
         """Ends every stream of calls once what is in flight on it has been answered."""
         self._attention.end_streams()
 
-    async def stop(self) -> bool:
-        """Ends whatever is left; returns whether gRPC has stopped: otherwise it still waits for a connection."""
+    async def stop(self, grace: float) -> bool:
+        """Ends whatever is left after a grace (seconds); returns whether gRPC has stopped: otherwise it still waits for
+        a connection.
+        """
         try:
-            await asyncio.wait_for(port.stop(self._grpc, grace=1.0), STOP_S)
+            await asyncio.wait_for(port.stop(self._grpc, grace), STOP_S)
         except TimeoutError:
             logger.warning("connections that stand still are cut off")
             return False

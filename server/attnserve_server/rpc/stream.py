@@ -297,6 +297,8 @@ class CallStream:
     def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
+            if isinstance(outcome, Outcome):
+                self._usage.computed(entry.request.query_tokens, entry.request.flops)
             self._engine.release(entry)
             self._endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
             return
