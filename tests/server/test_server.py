@@ -151,6 +151,25 @@ async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_can
     assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
 
 
+async def test_a_reply_that_is_read_right_after_the_grace_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnserve_server.server.LAST_REPLIES_S", calls.PATIENCE_S)
+    addresses: dict[str, Any] = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"}
+    config = Config(**addresses, device="cpu", cache_bytes=1 << 20, drain_delay=0.0, drain_grace=0.0)
+    server = Stopped(config, configured_device)
+    address, http_address = await server.start()
+    with grpc.insecure_channel(address, calls.ANY_LENGTH) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(1, calls.large_reply()))
+        admitted = partial(calls.metric, http_address, "attnserve_in_flight_requests")
+        await asyncio.to_thread(calls.until, lambda: admitted() == 1, "it is there")
+        await server.drain()
+        assert server.cuts_off
+        stopping = asyncio.create_task(server.stop())
+        assert [reply.id for reply in await asyncio.to_thread(stream.rest)] == [1]
+        await stopping
+    assert not server.cuts_off
+
+
 def test_the_command_asks_a_draining_server(
     start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
