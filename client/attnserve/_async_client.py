@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
@@ -31,8 +31,6 @@ from attnserve._tracing import tracing_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
-
-T = TypeVar("T")
 
 
 class AsyncClient:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.caches import Cache, Caches, find
@@ -31,8 +31,6 @@ from attnserve._tracing import tracing_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
-
-T = TypeVar("T")
 
 
 class Client:

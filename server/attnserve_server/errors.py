@@ -46,7 +46,7 @@ MAX_SHOWN = 1000
 """The longest part of a message that says what was found, in characters: a unary call's status travels in trailers,
 which contain it several times, and of which gRPC accepts 8 KiB."""
 
-MAX_NAME = 128
+MOST_NAME_SHOWN = 128
 """How much of an unknown name is shown; names of layers are no longer than that."""
 
 SECRET_SHOWN = 4
@@ -143,7 +143,7 @@ class NotFound(RequestError):
 
     def __init__(self, what: str, name: str, *, is_secret: bool = False) -> None:
         """What is not there. A secret name is for the caller's program alone: logs have the message."""
-        name = name[:MAX_NAME]
+        name = name[:MOST_NAME_SHOWN]
         shown = f"{name[:SECRET_SHOWN]}..." if is_secret else name
         super().__init__(f"there is no {what} {shown!r}", "NOT_FOUND", name=name)
 

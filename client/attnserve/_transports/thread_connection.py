@@ -34,7 +34,7 @@ class Connection(BaseConnection[StreamTransport]):
         lost channel costs memory and a file descriptor until the process ends.
         """
         if self._is_lost:
-            _find_threads(_THREADS)
+            _find_threads()
             self._lost.append(self._channel)
             self._channel = self._new_channel()
             self._methods.clear()
@@ -72,11 +72,11 @@ _THREADS: Final = 3
 """The threads that a stream needs: its own, its channel's, and the one that takes its messages."""
 
 
-def _find_threads(number: int) -> None:
+def _find_threads() -> None:
     """RuntimeError if that many threads cannot be started."""
     found = threading.Event()
     try:
-        for _ in range(number):
+        for _ in range(_THREADS):
             threading.Thread(target=found.wait, name="attnserve-found", daemon=True).start()
     finally:
         found.set()

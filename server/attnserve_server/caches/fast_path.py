@@ -5,7 +5,7 @@ written and whose calls the library has in full; or None, and then nothing has h
 takes the ordinary path.
 
 Steps come to the same caches again and again, and each finds little but keys and values in the processor's cache: so
-a finished request is kept, and reused for the next one that differs in its contents alone.
+a request is kept, and reused once it is finished for the next one that differs in its contents alone.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class CacheFastPath:
         return key, request
 
     def _keep(self, key: Hashable, request: CachedRequest) -> None:
-        """Keeps a finished request, and forgets all others if they are too many."""
+        """Keeps a request, to be reused once it is finished, and forgets all others if they are too many."""
         self._take(key)
         if self._kept_caches + len(request.uses) > MOST_KEPT:
             self._kept.clear()

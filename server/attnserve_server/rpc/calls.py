@@ -27,12 +27,13 @@ OPERATIONS: Final = {
 }
 """The fields of a call that hold what it asks for."""
 
+LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
+"""The metrics' names for operations on a stream."""
+
 # Tags of fields whose numbers fit into a tag of one byte.
 _CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
 _ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
 _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
-LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
-"""The metrics' names for operations on a stream."""
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
 
 
@@ -46,9 +47,9 @@ class Call(NamedTuple):
     """
 
     id: int
-    timeout: float | None
-    operation: str | None
-    request: tuple[bytes, int, int]
+    timeout: float | None = None
+    operation: str | None = None
+    request: tuple[bytes, int, int] = (b"", 0, 0)
     error: RequestError | None = None
     parent: TraceParent | None = None
 
@@ -147,7 +148,7 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
             if count > MAX_CALL_FIELDS:
                 expected = f"at most {MAX_CALL_FIELDS} fields in one"
                 error = InvalidRequest("calls", expected, "more", LIMIT_EXCEEDED, limit="max_call_fields")
-                return Call(_id_of(rest), None, None, (b"", 0, 0), error)
+                return Call(_id_of(rest), error=error)
             if number in OPERATIONS and wire_type == 2:
                 # Of different operations the last counts; one that is repeated, with no other between, is merged.
                 parts = found.pop(number, [])
@@ -156,13 +157,13 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
                 rest.append(message[start:behind])
         envelope = pb.AttendStreamCall.FromString(b"".join(rest))
     except DecodeError as malformed:
-        return Call(_id_of(rest), None, None, (b"", 0, 0), Malformed("calls", malformed))
+        return Call(_id_of(rest), error=Malformed("calls", malformed))
     timeout = None
     if envelope.HasField("timeout"):
         timeout = _seconds(envelope.timeout)
     parent = TraceParent(envelope.traceparent, envelope.tracestate) if envelope.traceparent else None
     if not found:
-        return Call(envelope.id, timeout, None, (b"", 0, 0), None, parent)
+        return Call(envelope.id, timeout, parent=parent)
     ((number, places),) = found.items()
     if len(places) == 1:
         return Call(envelope.id, timeout, OPERATIONS[number], (message, *places[0]), None, parent)

@@ -13,8 +13,8 @@ from attnserve.v1 import layers_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import (
     LIMIT_EXCEEDED,
-    MAX_NAME,
     MAX_SHOWN,
+    MOST_NAME_SHOWN,
     ComputationFailed,
     InvalidRequest,
     NotFound,
@@ -65,7 +65,7 @@ class LayerService:
         if not request.definitions:
             raise InvalidRequest("definitions", "a file below the model directory", "nothing")
         self._check_names(request.names)
-        file = request.definitions[:MAX_NAME]
+        file = request.definitions[:MOST_NAME_SHOWN]
         try:
             loaded = await self._registry.load(request.definitions, list(request.names))
         except NoSuchFileError as error:

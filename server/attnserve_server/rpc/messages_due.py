@@ -33,7 +33,7 @@ class MessagesDue:
     def __init__(
         self,
         most_of_one: int,
-        most_of_all: int | None,
+        most_of_all: int,
         max_time: float | None,
         unhurried: OpenRpcs | None = None,
     ) -> None:

@@ -1,4 +1,5 @@
-"""How RPCs end: with a reply, or with the status of an error, which is logged.
+"""What the services of one server have in common: who calls, when a message is received, and how an RPC ends, with a
+reply or with the status of an error, which is logged.
 
 Messages are parsed here and not by gRPC, which would report malformed ones in its own words, and as a fault of the
 server.
