@@ -274,7 +274,7 @@ def _text(info: ServerInfo) -> str:
         ("grpc", info.grpc_version),
         ("usable cpus", str(info.usable_cpus)),
         *(() if info.threads is None else (("threads", str(info.threads)),)),
-        ("cache pool", f"{info.cache_pool_bytes:,} bytes"),
+        ("cache pool", f"{info.cache_pool_bytes:,} bytes, in pages of {info.cache_page_bytes:,}"),
         ("dtypes", ", ".join(info.dtypes)),
         ("features", ", ".join(info.features)),
         *((name, f"{limit:,}") for name, limit in dataclasses.asdict(info.limits).items()),

@@ -279,7 +279,7 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "device_name", "torch_version", "threads", "dtypes", "limits", "kernels", "features", "settings", "python_version", "grpc_version", "usable_cpus", "cache_pool_bytes", "address")
+    __slots__ = ("version", "device", "device_name", "torch_version", "threads", "dtypes", "limits", "kernels", "features", "settings", "python_version", "grpc_version", "usable_cpus", "cache_pool_bytes", "address", "cache_page_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,7 @@ class ServerInfoResponse(_message.Message):
     USABLE_CPUS_FIELD_NUMBER: _ClassVar[int]
     CACHE_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     device_name: str
@@ -310,7 +311,8 @@ class ServerInfoResponse(_message.Message):
     usable_cpus: int
     cache_pool_bytes: int
     address: str
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., device_name: _Optional[str] = ..., torch_version: _Optional[str] = ..., threads: _Optional[int] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.DataType, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ..., features: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., python_version: _Optional[str] = ..., grpc_version: _Optional[str] = ..., usable_cpus: _Optional[int] = ..., cache_pool_bytes: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    cache_page_bytes: int
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., device_name: _Optional[str] = ..., torch_version: _Optional[str] = ..., threads: _Optional[int] = ..., dtypes: _Optional[_Iterable[_Union[_tensor_pb2.DataType, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ..., features: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., python_version: _Optional[str] = ..., grpc_version: _Optional[str] = ..., usable_cpus: _Optional[int] = ..., cache_pool_bytes: _Optional[int] = ..., address: _Optional[str] = ..., cache_page_bytes: _Optional[int] = ...) -> None: ...
 
 class Setting(_message.Message):
     __slots__ = ("name", "value", "source", "hidden")

@@ -13,6 +13,7 @@ from attnserve._wire import MOST_FIELDS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
+from attnserve_server.caches.store import CacheStore
 from attnserve_server.devices import Device
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.requests.limits import RequestLimits
@@ -37,8 +38,8 @@ _DTYPES: Final = (
 )
 
 
-def server_info(config: Config, device: Device, limits: RequestLimits, cache_pool_bytes: int) -> pb.ServerInfoResponse:
-    """The reply to the RPC `ServerInfo`. The last two are those in force where the configuration leaves them open."""
+def server_info(config: Config, device: Device, limits: RequestLimits, caches: CacheStore) -> pb.ServerInfoResponse:
+    """The reply to the RPC `ServerInfo`. The last two have what is in force where the configuration leaves it open."""
     return pb.ServerInfoResponse(
         version=__version__,
         device=device.name,
@@ -78,5 +79,6 @@ def server_info(config: Config, device: Device, limits: RequestLimits, cache_poo
         grpc_version=grpc.__version__,
         usable_cpus=usable_cpus(),
         address=config.advertise_address,
-        cache_pool_bytes=cache_pool_bytes,
+        cache_pool_bytes=caches.pool_bytes,
+        cache_page_bytes=caches.page_bytes,
     )

@@ -118,7 +118,7 @@ class Services:
             fast_path=_fast_path(config, parts),
             unread=unread,
         )
-        info = server_info(config, parts.device, parts.limits, parts.caches.store.pool_bytes).SerializeToString()
+        info = server_info(config, parts.device, parts.limits, parts.caches.store).SerializeToString()
         self._attention = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
         caches = CacheService(parts.caches, rpcs, self._attention, config.cache_ttl, parts.limits)
