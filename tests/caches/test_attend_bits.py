@@ -11,6 +11,7 @@ import accuracy
 import numpy as np
 import pytest
 import strategies
+import torch
 from attending import (
     EVERY_OPTION,
     EVERY_STORAGE,
@@ -43,8 +44,10 @@ from resident import CPU, placement, stored
 from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import lacks_keys
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.cpu import CpuDevice
+from attnserve_server.kernels.band import Band
 
 __all__ = ["device"]
 
@@ -193,6 +196,36 @@ def test_truncating_and_replaying_is_as_never_having_gone_there(
     pool.write(shape, placement(pages, 4, kept, 61 - kept), key, value)
     (result,) = attend_cache([query_of(case, "float32", pages, return_lse=True)], pool, device)
     assert_same_results(arrays(result), attended(device, case, "float32", Way(), return_lse=True))
+
+
+@pytest.mark.parametrize("query_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_bits_do_not_depend_on_excluded_keys_where_a_row_attends_to_nothing(
+    device: CpuDevice, length: int, query_dtype: type[np.floating[Any]]
+) -> None:
+    plan = plan_of({}, query_length=length, key_length=61, key_dim=64, head_dim=64, value_dim=64)
+    case, results = plan.case(3), []
+    mask = np.ones((1, case.query.shape[1], length, 61), np.bool_)
+    mask[:, 0, 0], mask[..., 30:] = False, False
+    for scale in (1.0, 1e37):
+        key = case.key.copy()
+        key[:, :, 30:] *= np.float32(scale)
+        scaled = Case(case.query.astype(query_dtype), key, case.value, {"mask": mask})
+        results.append(attended(device, scaled, "float32", Way(per_page=16), return_lse=True))
+    assert_same_results(*results)
+    assert not results[0].output[:, 0, 0].any()
+
+
+@given(plan=single_plans(), seed=strategies.SEEDS)
+def test_which_rows_lack_keys(plan: Plan, seed: int) -> None:
+    query = query_of(plan.case(seed), "float32", [])
+    keys = query.length if query.kv_length is None else query.kv_length
+    _, heads, length, _ = query.query.shape
+    reached = Band.of(length, keys, query.offset, query.causal, query.window).tensor(torch.device("cpu"))
+    if query.mask is not None:
+        reached = reached & query.mask.expand(1, heads, length, query.length)[..., :keys]
+    expected = ~reached.any(-1)
+    assert torch.equal(lacks_keys(query).expand(1, heads, length), expected.expand(1, heads, length))
 
 
 @pytest.mark.parametrize("query_dtype", [np.float32, np.float64])

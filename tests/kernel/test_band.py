@@ -94,3 +94,9 @@ def test_as_a_mask() -> None:
         mask = band.tensor(torch.device("cpu"))
         assert mask.shape == (band.query_length, band.kv_length)
         assert [{*row.nonzero().flatten().tolist()} for row in mask] == reached(band), band
+
+
+def test_as_the_edges_of_each_query() -> None:
+    for band in SMALL:
+        edges = zip(*(edge.tolist() for edge in band.edges(torch.device("cpu"))), strict=True)
+        assert [{*range(begin, end)} for begin, end in edges] == reached(band), band

@@ -245,14 +245,18 @@ class QueryAttention:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether, when all groups have been taken, a row may have lost its scores to the range of float32; so it is
-        for rows without keys, NaN and infinities. On another device only where a kernel reported something: looking
+        """Whether, when all groups have been taken, a row that has keys may have lost its scores to the range of
+        float32; so it is for NaN and infinities. On another device only where a kernel reported something: looking
         would mean waiting.
         """
-        output, lse = self.outputs[0], self.lses[0]
+        query, output, lse = self.query, self.outputs[0], self.lses[0]
         if output.device.type != "cpu":
             return self.reported
-        return not (isfinite(output.sum().item()) and (not self.needs_lse or isfinite(lse.sum().item())))
+        if not isfinite(output.sum().item()):
+            return True
+        return (
+            self.needs_lse and not isfinite(lse.sum().item()) and not bool((lse.isfinite() | lacks_keys(query)).all())
+        )
 
     def stays_in_float32(self, pool: PagePool) -> bool:
         """Whether no score can have left the range of float32."""
@@ -280,6 +284,24 @@ class QueryAttention:
             scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
+
+
+def lacks_keys(query: CacheQuery) -> torch.Tensor:
+    """Which rows reach no key, by the mask and their positions: bool, broadcasts to [1, Hq, Lq]. Contents of keys do
+    not decide it: pages also hold what others have left there.
+    """
+    keys = query.length if query.kv_length is None else query.kv_length
+    band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
+    begin, end = band.edges(query.query.device)
+    mask = part_of(query.mask, 3, 0, keys)
+    if mask is None:
+        return begin == end
+    if mask.shape[3] == 1:
+        return (begin == end) | ~mask.squeeze(3)
+    before = pad(mask.cumsum(3, dtype=torch.int32), (1, 0))  # how many keys before each are not masked
+    before = before.expand(-1, -1, band.query_length, -1)
+    first, behind = (edge.view(1, 1, -1, 1).expand(1, before.shape[1], -1, 1) for edge in (begin, end))
+    return (before.gather(3, first) == before.gather(3, behind)).squeeze(3)
 
 
 def _may_have_large_lse(query: CacheQuery) -> bool:

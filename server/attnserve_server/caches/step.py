@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from attnserve_server.caches.merge import merge
 from attnserve_server.caches.page_memory import STORAGE
 from attnserve_server.caches.pages import Block, PagePool
-from attnserve_server.caches.query import CacheQuery, has_few_queries
+from attnserve_server.caches.query import CacheQuery, has_few_queries, lacks_keys
 from attnserve_server.caches.shape import TOKEN_MULTIPLE
 from attnserve_server.kernels import AttentionResult, part_of
 from attnserve_server.kernels.band import Band
@@ -135,19 +135,10 @@ class Step:
         return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES)
 
     def _is_sound(self, lse: torch.Tensor) -> bool:
-        """Whether each row whose lse [1, Hq, Lq] is infinite has no key by the mask and the band, rather than scores
-        that are all beyond float32. Keys do not decide that: whole pages also hold what nobody has written.
+        """Whether each row whose lse [1, Hq, Lq] is infinite lacks keys, rather than having scores that are all beyond
+        float32.
         """
-        query = self.query
-        if is_finite(lse):
-            return True
-        if query.bias is not None or query.alibi_slopes is not None:
-            return False
-        reached = self._narrowed(range(self.begin, self.end)).tensor(lse.device)[None, None]
-        mask = part_of(query.mask, 3, self.begin, self.end)
-        if mask is not None:
-            reached = reached & mask
-        return bool((lse.isfinite() | ~reached.any(3)).all())
+        return is_finite(lse) or bool((lse.isfinite() | lacks_keys(self.query)).all())
 
     @property
     def _may_lack_keys(self) -> bool:

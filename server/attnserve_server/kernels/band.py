@@ -1,7 +1,7 @@
 """Which keys a query reaches by its position alone: causal masks and sliding windows are both bands.
 
 Query i stands at `offset + i` and reaches the keys from `offset + i - left` to `offset + i + right`, -1 being no bound.
-Plain integers in and out, but for `tensor`.
+Plain integers in and out, but for `tensor` and `edges`.
 """
 
 from __future__ import annotations
@@ -80,6 +80,14 @@ class Band:
             left = self.left + self.right if self.left >= 0 else -1
             return left if left < self.kv_length else -1, 0
         return (-1, -1) if self.is_everything else None
+
+    def edges(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first key that each query reaches, and one beyond its last, int64 [Lq]: equal if it reaches none."""
+        at = torch.arange(self.query_length, device=device) + self.offset
+        begin = at - self.left if self.left >= 0 else torch.zeros_like(at)
+        end = at + self.right + 1 if self.right >= 0 else torch.full_like(at, self.kv_length)
+        begin = begin.clamp(0, self.kv_length)
+        return begin, end.clamp(max=self.kv_length).maximum(begin)
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """Bool [Lq, S], true where the query reaches the key."""
