@@ -104,14 +104,12 @@ with Client(address, transport=transport, timeout=patience) as client:
         cache = client.create_cache(1, 3)
         try:
             at_work = True
-            # Again after a second: Python drops what is raised while it collects something, as gRPC's calls.
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-4, 3e-3), 1.0)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-4, 3e-3))
             while True:
                 cache.append(TOKEN, TOKEN)
         except WatchdogError:  # nothing else: it is what the handler has raised
             pass
         at_work = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
         cache.refresh()
         client.attend(ARRAY, ARRAY, ARRAY)
         cache.delete()
@@ -123,10 +121,7 @@ print("done")
 def test_what_another_signals_handler_raises_arrives_and_the_client_works_on(server: Server, transport: str) -> None:
     command = [sys.executable, "-c", WATCHDOG, server.address, transport, str(PATIENCE_S / 6)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (run.returncode, run.stdout) == (0, "done\n")
-    dropped = run.stderr.split("Exception ignored in: ")
-    assert dropped[0] == ""
-    assert all(each.startswith("<function _Rendezvous.__del__") for each in dropped[1:])
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
 
 
 class WatchdogError(Exception):
