@@ -201,10 +201,11 @@ class CacheStore(Register):
             reservation.wait(first=True)
         self._promise(reservation, now)
         reservation.wait_no_more()
-        before = pages_in(reservation.layers)
+        layers = reservation.layers
+        before = pages_in(layers)
         placements = place(reservation, append_ids)
-        self._count_pages(reservation.owner, pages_in(reservation.layers) - before)
-        self._settle(reservation.layers)
+        self._count_pages(reservation.owner, pages_in(layers) - before)
+        self._settle(layers)
         self.tokens += sum(append.tokens for _, append in reservation.changes)
         return placements
 
@@ -215,10 +216,11 @@ class CacheStore(Register):
         """
         if not reservation.placed:
             return
-        before = pages_in(reservation.layers)
+        layers = reservation.layers
+        before = pages_in(layers)
         undo(reservation)
-        self._count_pages(reservation.owner, pages_in(reservation.layers) - before)
-        self._settle(reservation.layers)
+        self._count_pages(reservation.owner, pages_in(layers) - before)
+        self._settle(layers)
         self.tokens -= sum(append.tokens for _, append in reservation.changes)
 
     def cancel(self, reservation: Reservation[Change]) -> None:
