@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+import grpc._channel
 import numpy as np
 import pytest
 from calls import PATIENCE_S
@@ -24,6 +26,8 @@ from attnserve._transports import interrupts
 from attnserve._transports.interrupts import SIGNALS, DelayedInterrupt
 from attnserve._transports.thread_future import CallFuture
 from attnserve._transports.threads import StreamTransport
+
+ARRAY = np.ones((1, 2, 3), np.float32)
 
 PROGRAM = """
 import os, random, signal, sys, threading, time
@@ -122,6 +126,31 @@ def test_what_another_signals_handler_raises_arrives_and_the_client_works_on(ser
     command = [sys.executable, "-c", WATCHDOG, server.address, transport, str(PATIENCE_S / 6)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+def test_grpcs_calls_are_let_go_where_no_handler_raises(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised in a finalizer, and theirs is Python code: the caller would not hear of its alarm."""
+    finalize, finalized = grpc._channel._Rendezvous.__del__, []
+
+    def finalizing(rpc: Any) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        finalized.append("open" if in_main and interrupts._outermost is None else "delayed")
+        finalize(rpc)
+
+    monkeypatch.setattr(grpc._channel._Rendezvous, "__del__", finalizing)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that replies often arrive before the call that asks for them has returned
+    try:
+        with Client(server.address, transport="unary") as client:
+            for _ in range(1000):
+                client.server_info()
+                client.submit(ARRAY, ARRAY, ARRAY).cancel()
+        with Client(server.address) as client:
+            client.attend(ARRAY, ARRAY, ARRAY)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(finalized) >= 2000
+    assert set(finalized) == {"delayed"}
 
 
 class WatchdogError(Exception):

@@ -148,9 +148,9 @@ class StreamTransport:
             rpcs = list(self._rpcs.values())
             self._writable.notify_all()
             self._timer.notify_all()
-        with DelayedInterrupt():
-            for rpc in rpcs:
-                rpc.cancel()
+        with DelayedInterrupt():  # also for the finalizers of gRPC's calls: what a handler raises there is lost
+            while rpcs:
+                rpcs.pop().cancel()
         _settle(outcomes)
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:

@@ -35,6 +35,9 @@ class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
 
     connection: Connection | None = None
     rpc: Any = None
+    """gRPC's call, while it is in progress. Its finalizer takes a lock, and what a signal handler raises in a finalizer
+    is lost: so the main thread lets go of it only where signals are delayed.
+    """
     timer: Timer | None = None
 
 
@@ -112,17 +115,22 @@ class UnaryTransport:
         span = call.future.span
         metadata = self._bearer.metadata + (() if span is None else span.metadata)
         with DelayedInterrupt():
-            with self._lock:
-                if call not in self._calls:
-                    return
-                connection.unary.add(call)
-                call.connection = connection
-                try:
-                    call.rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
-                except RuntimeError as error:
-                    connection.lose_channel()
-                    raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
-            call.rpc.add_done_callback(partial(self._done, call))
+            self._send(call, connection, message, timeout, metadata)
+
+    def _send(self, call: _Call, connection: Connection, message: bytes, timeout: float | None, metadata: Any) -> None:
+        """Hands an attempt to gRPC, unless the call was given up. Signals must be delayed."""
+        with self._lock:
+            if call not in self._calls:
+                return
+            connection.unary.add(call)
+            call.connection = connection
+            try:
+                rpc = connection.method(call.path).future(message, timeout=timeout, metadata=metadata)
+            except RuntimeError as error:
+                connection.lose_channel()
+                raise UnavailableError(f"gRPC has no thread for the call: {error}") from None
+            call.rpc = rpc
+        rpc.add_done_callback(partial(self._done, call))
 
     def _done(self, call: _Call, rpc: Any) -> None:
         try:
@@ -133,7 +141,7 @@ class UnaryTransport:
             self._answer(call, ProtocolError(unreadable(error)))
 
     def _take(self, call: _Call, rpc: Any) -> None:
-        connection = call.connection
+        connection, call.rpc = call.connection, None
         assert connection is not None  # it made the attempt
         connection.unary.discard(call)
         if rpc.code() is grpc.StatusCode.OK:
@@ -169,10 +177,12 @@ class UnaryTransport:
             self._callbacks.settle(call.future, outcome)
 
     def _stop(self, call: _Call) -> None:
+        """Ends an attempt or pause in progress. Signals must be delayed."""
         timer, call.timer = call.timer, None
+        rpc, call.rpc = call.rpc, None
         if timer is not None:
             timer.cancel()
-        if call.rpc is not None:
-            call.rpc.cancel()
+        if rpc is not None:
+            rpc.cancel()
         if call.connection is not None:
             call.connection.unary.discard(call)
