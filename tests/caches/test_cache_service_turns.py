@@ -38,10 +38,10 @@ class Served:
         for _ in range(CACHES):
             append(self.store, self.store.create(SHAPE, None, 0.0), 1)
         self._server = aio.server()
-        attention: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
+        calls: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
         host = CacheHost(self.store, pages=None, address="")  # type: ignore[arg-type]
         rpcs = rpcs_of(new_metrics())
-        CacheService(host, rpcs, attention, 0.0, LIMITS).register(self._server)
+        CacheService(host, calls, rpcs, 0.0, LIMITS).register(self._server)
         self._port = self._server.add_insecure_port("127.0.0.1:0")
 
     def _recorded(self, do: Any) -> Any:

@@ -22,6 +22,7 @@ from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled
 from attnserve_server.requests.work import Work
+from attnserve_server.rpc.engine_calls import EngineCalls
 from attnserve_server.rpc.service import AttentionService
 from attnserve_server.rpc.stream import CallStream
 from attnserve_server.scheduling.batching import BatchQueue
@@ -60,7 +61,8 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     metrics = new_metrics()
     rpcs = rpcs_of(metrics)
     streams = streams_of(engine, metrics, readers)
-    service = AttentionService(streams, rpcs, b"", 64, None)
+    engine_calls = EngineCalls(engine, metrics, rpcs, None)
+    service = AttentionService(streams, engine_calls, rpcs, b"", 64, None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")

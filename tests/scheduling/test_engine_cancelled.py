@@ -8,13 +8,13 @@ from time import perf_counter
 import messages
 import pytest
 from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
-from rpcs import rpcs_of, streams_of
+from rpcs import rpcs_of
 
 from attnserve_server.access.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
+from attnserve_server.rpc.engine_calls import EngineCalls
 from attnserve_server.rpc.rpcs import Received
-from attnserve_server.rpc.service import AttentionService
 from attnserve_server.scheduling.entry import Outcome
 
 __all__ = ["torch_threads"]
@@ -89,12 +89,10 @@ async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypat
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE, None))
-    rpcs = rpcs_of(bench.metrics)
-    streams = streams_of(bench.engine, bench.metrics, {})
-    service = AttentionService(streams, rpcs, b"", 64, None)
+    engine_calls = EngineCalls(bench.engine, bench.metrics, rpcs_of(bench.metrics), None)
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
-        service._answer(
+        engine_calls._answer(
             lambda _, whole: messages.read_request(whole, 0, len(whole)),
             None,
             Received(anybody("here"), message, perf_counter(), None, None),

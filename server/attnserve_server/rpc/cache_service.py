@@ -22,8 +22,8 @@ from attnserve_server.caches.work import CacheHost, Use, cache_named
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.rpc.engine_calls import EngineCalls, ReadWhole
 from attnserve_server.rpc.rpcs import Rpcs, parsed
-from attnserve_server.rpc.service import AttentionService, ReadWhole
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -39,20 +39,20 @@ T = TypeVar("T")
 
 
 class CacheService:
-    """The service for one host of caches; what waits for its turn goes through the attention service's engine.
+    """The service for one host of caches; what waits for its turn there goes through the engine.
 
     A cache belongs to its creator: for others there is none of that name. `default_ttl`, in seconds, applies where the
     caller gives none; 0 means no ttl. `limits` apply to what is appended.
     """
 
     def __init__(
-        self, host: CacheHost, rpcs: Rpcs, attention: AttentionService, default_ttl: float, limits: RequestLimits
+        self, host: CacheHost, calls: EngineCalls, rpcs: Rpcs, default_ttl: float, limits: RequestLimits
     ) -> None:
         self._host = host
         self._limits = limits
         self._default_ttl = default_ttl or None
+        self._calls = calls
         self._rpcs = rpcs
-        self._attention = attention
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
@@ -69,11 +69,11 @@ class CacheService:
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
         }
         for name, read in at_its_turn.items():
-            handlers[name] = self._attention.handler(name.lower(), read)
+            handlers[name] = self._calls.handler(name.lower(), read)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
 
     def _create(self, caller: Caller, request: pb.CacheServiceCreateRequest) -> pb.CacheServiceCreateResponse:
-        self._attention.check_open()  # a server that ends would take the cache with it
+        self._calls.check_open()  # a server that ends would take the cache with it
         shape = CacheShape(
             request.num_kv_heads,
             request.head_dim,

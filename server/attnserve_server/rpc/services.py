@@ -29,6 +29,7 @@ from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc import port
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
 from attnserve_server.rpc.endings import Endings
+from attnserve_server.rpc.engine_calls import EngineCalls
 from attnserve_server.rpc.fast_path import FastPath
 from attnserve_server.rpc.health_service import HEALTH_SERVICE_NAME, HealthService
 from attnserve_server.rpc.info import server_info
@@ -119,9 +120,10 @@ class Services:
             unread=unread,
         )
         info = server_info(config, parts.device, parts.limits, parts.caches.store).SerializeToString()
-        self._attention = AttentionService(streams, rpcs, info, config.max_caller_streams, stream_life)
+        calls = EngineCalls(engine, metrics, rpcs, parts.tracing)
+        self._attention = AttentionService(streams, calls, rpcs, info, config.max_caller_streams, stream_life)
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
-        caches = CacheService(parts.caches, rpcs, self._attention, config.cache_ttl, parts.limits)
+        caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits)
         for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
         unhurried = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
         of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, STRANGER_MESSAGE_S, unhurried)

@@ -1,0 +1,108 @@
+"""Unary calls that go through the engine, of whichever service: from the message to the reply.
+
+In: a way to read a request from a message. Out: the handler of an RPC. What a call holds is released when its reply has
+been sent, or when its caller has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import TypeAlias
+
+from attnserve_server.access.callers import Caller
+from attnserve_server.errors import RequestError
+from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.tracing import Trace, Tracing
+from attnserve_server.requests.work import Work
+from attnserve_server.rpc.answers import encoded
+from attnserve_server.rpc.fast_path import Answered, FastPath
+from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
+from attnserve_server.scheduling.engine import Engine
+from attnserve_server.scheduling.entry import Entry, Held, Outcome, StillHeld
+
+ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
+"""Reads a caller's request from a message. Raises RequestError."""
+
+
+class EngineCalls:
+    """The unary calls through one engine. `tracing` records them; None if nothing does."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, rpcs: Rpcs, tracing: Tracing | None) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._rpcs = rpcs
+        self._tracing = tracing
+
+    def check_open(self) -> None:
+        """Raises what any request would be refused with because the server is starting, ending or failed."""
+        self._engine.check_open()
+
+    def handler(self, operation: str, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
+        """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
+        answer = partial(self._answer, read, fast_path)
+        return self._rpcs.unary(operation, self._admit, answer, self._tracing)
+
+    def _admit(self, caller: Caller) -> None:
+        """Raises RequestError for one who may not use the service, or for whom there is no room."""
+        caller.require("use")
+        self._engine.check(caller.share, 0)
+
+    async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
+        """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
+        message, held = await self._reply_to(read, fast_path, *received)
+        when_sent(partial(self._engine.release, held))
+        return message
+
+    async def _reply_to(
+        self,
+        read: ReadWhole,
+        fast_path: FastPath | None,
+        caller: Caller,
+        message: bytes,
+        arrival: float,
+        timeout: float | None,
+        trace: Trace | None,
+    ) -> tuple[bytes, Held]:
+        """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
+        learns, usage = False, self._metrics.usage.of(caller.name)
+        if fast_path is not None and trace is None:
+            answered = fast_path.answer_request(caller, message, arrival, timeout)
+            if isinstance(answered, Answered):
+                usage.computed(answered.query_tokens, answered.flops)
+                return answered.message, answered
+            learns = answered.learns
+        self._engine.check(caller.share, len(message))
+        request = read(caller, message)
+        if learns and fast_path is not None:
+            fast_path.learn_from(request, message, 0)
+        outcomes: asyncio.Future[Outcome | RequestError] = asyncio.get_running_loop().create_future()
+
+        def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
+            if outcomes.done():  # its caller has gone
+                if isinstance(outcome, Outcome):
+                    usage.computed(entry.request.query_tokens, entry.request.flops)
+                self._engine.release(entry)
+            else:
+                outcomes.set_result(outcome)
+
+        deadline = float("inf") if timeout is None else arrival + timeout
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share, trace)
+        self._engine.submit(entry)
+        try:
+            outcome = await outcomes
+        except asyncio.CancelledError:
+            self._engine.cancel((entry,))
+            if outcomes.done() and not outcomes.cancelled():  # the outcome came as the caller went
+                self._engine.release(entry)
+            raise
+        try:
+            if isinstance(outcome, RequestError):
+                raise outcome
+            reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
+            return reply_message, StillHeld.of(entry)
+        except BaseException:
+            self._engine.release(entry)
+            raise
