@@ -19,6 +19,7 @@ from attnserve_server.errors import FailedPrecondition, OutOfMemory
 from attnserve_server.host.cpus import usable_cpus
 from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.registry import Registry
+from attnserve_server.observability import scraped
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
@@ -68,7 +69,7 @@ class Server:
         """Whether gRPC has not stopped: it still waits for a connection."""
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
-        self.metrics.watch_state(self.health)
+        self.metrics.watch(scraped.State(self.health))
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
         self.engine = open_engine(config, self.device, self.metrics, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
@@ -83,8 +84,8 @@ class Server:
         )
         access = open_access(config)
         if access.tls is not None:
-            self.metrics.watch_certificate(access.tls.expiry)
-        self.metrics.watch_reloads(access.reloads)
+            self.metrics.watch(scraped.Certificate(access.tls.expiry))
+        self.metrics.watch(scraped.Reloads(access.reloads))
         self._refusals = Refusals()
         self._services = Services(
             config,

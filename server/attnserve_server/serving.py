@@ -11,7 +11,7 @@ import os
 import signal
 
 from attnserve_server.host.event_loop import EventLoop
-from attnserve_server.observability import logs
+from attnserve_server.observability import logs, scraped
 from attnserve_server.observability.tracing import endpoint_of, shown
 from attnserve_server.scheduling.opening import batch_flops
 from attnserve_server.scheduling.watchdog import FAILED
@@ -51,8 +51,8 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
         (interrupted if stopping.is_set() else stopping).set()
 
     server = Server(config, open_device)
-    server.metrics.watch_loop(lambda: loop.busy_seconds)
-    server.metrics.watch_log(logs.left_out)
+    server.metrics.watch(scraped.Loop(lambda: loop.busy_seconds))
+    server.metrics.watch(scraped.Log(logs.left_out))
     try:
         # Through the loop, because it waits while threads load: a signal just before that would not wake it.
         for number in STOP_SIGNALS:

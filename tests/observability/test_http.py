@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from rpcs import ANYBODY, new_metrics
 
 from attnserve_server.access.tls import ServerTls
+from attnserve_server.observability import scraped
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
@@ -249,7 +250,7 @@ async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(
     def broken() -> float:
         raise RuntimeError("the device is gone")
 
-    served.metrics.watch_device(broken, broken, dict)
+    served.metrics.watch(scraped.Device(broken, broken, dict))
     answer = await get(served.port, "/metrics")
     assert answer.status == 500
     assert "device" not in answer.body

@@ -19,6 +19,7 @@ from stores import PAGE_BYTES, append, store_of
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import RequestError
 from attnserve_server.observability import metrics as declared
+from attnserve_server.observability import scraped
 from attnserve_server.observability.counter import Counter
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.histogram import Histogram
@@ -124,7 +125,7 @@ def test_bytes_and_streams(metrics: Metrics) -> None:
 
 def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
     waiting: list[int] = []
-    metrics.watch(
+    load = scraped.Load(
         queue_requests=lambda: len(waiting),
         queue_bytes=lambda: sum(waiting),
         in_flight_requests=lambda: 2 * len(waiting),
@@ -133,6 +134,7 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         in_flight_seconds=lambda: 0.5 * len(waiting),
         limits={"requests": 10, "bytes": 4096, "flops": 1e12, "seconds": 0},
     )
+    metrics.watch(load)
     names = (
         "queue_requests",
         "queue_bytes",
@@ -151,7 +153,7 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
 
 def test_the_use_of_the_device(metrics: Metrics) -> None:
     batches = [0.25, 0.5]
-    metrics.watch_device(lambda: sum(batches), lambda: batches[-1], dict)
+    metrics.watch(scraped.Device(lambda: sum(batches), lambda: batches[-1], dict))
     assert value(metrics, "attnserve_device_busy_seconds_total") == 0.75
     assert value(metrics, "attnserve_device_batch_seconds") == 0.5
     batches.append(0.0)
@@ -160,14 +162,15 @@ def test_the_use_of_the_device(metrics: Metrics) -> None:
 
 
 def test_device_memory_is_there_where_the_device_has_one(metrics: Metrics) -> None:
-    metrics.watch_device(lambda: 0.0, lambda: 0.0, lambda: {"allocated": 10, "reserved": 20, "free": 70})
-    for state, size in (("allocated", 10), ("reserved", 20), ("free", 70)):
+    sizes = {"allocated": 10, "reserved": 20, "free": 70}
+    metrics.watch(scraped.Device(lambda: 0.0, lambda: 0.0, lambda: sizes))
+    for state, size in sizes.items():
         assert value(metrics, "attnserve_device_memory_bytes", state=state) == size
 
 
 def test_one_state_is_told_at_a_time(metrics: Metrics) -> None:
     health = Health()
-    metrics.watch_state(health)
+    metrics.watch(scraped.State(health))
     states = ("starting", "serving", "draining", "failed")
     for present in states:
         health.set(present)

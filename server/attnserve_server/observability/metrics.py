@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 
@@ -22,8 +22,9 @@ from attnserve_server.observability.histogram import Histogram, Rows
 from attnserve_server.observability.usage import UsageByCaller
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from attnserve_server.caches.store import CacheStore
-    from attnserve_server.observability.health import Health
     from attnserve_server.requests.work import Phases
 
 OPERATIONS: Final = (
@@ -74,8 +75,6 @@ _SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0
 _REQUESTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FLOPS: Final = (1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
 _RATIO: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
-
-Reading: TypeAlias = Callable[[], float]
 
 
 class Metrics:
@@ -153,37 +152,10 @@ class Metrics:
             "attnserve_layer_bytes", "Bytes of a layer's parameters.", ("layer",), registry=registry
         )
 
-        # The present state, read when scraped
-        self._queue_requests = Gauge("attnserve_queue_requests", "Requests that wait to be run.", registry=registry)
-        self._queue_bytes = Gauge("attnserve_queue_bytes", "Bytes of the requests that wait.", registry=registry)
-        self._in_flight_requests = Gauge(
-            "attnserve_in_flight_requests", "Requests admitted and not yet answered.", registry=registry
-        )
-        self._in_flight_bytes = Gauge(
-            "attnserve_in_flight_bytes",
-            "Bytes of requests and replies admitted and not yet answered.",
-            registry=registry,
-        )
-        self._in_flight_flops = Gauge(
-            "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", registry=registry
-        )
-        self._in_flight_seconds = Gauge(
-            "attnserve_in_flight_seconds",
-            "How long what is admitted and not yet computed should take, at the measured rate.",
-            registry=registry,
-        )
-        self._in_flight_limit = Gauge(
-            "attnserve_in_flight_limit",
-            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, more "
-            "where 16 requests or two batches take longer.",
-            ("bound",),
-            registry=registry,
-        )
-
         # Callers, by the names that the operator gave them
         self.usage = UsageByCaller()
         self._callers = scraped.Callers(self.usage)
-        registry.register(self._callers)
+        self.watch(self._callers)
 
         # The process
         Info(
@@ -272,68 +244,20 @@ class Metrics:
         """A request left the queue without running, for one of `CANCELLATIONS`."""
         self._cancelled[reason]()
 
-    def watch(
-        self,
-        *,
-        queue_requests: Reading,
-        queue_bytes: Reading,
-        in_flight_requests: Reading,
-        in_flight_bytes: Reading,
-        in_flight_flops: Reading,
-        in_flight_seconds: Reading,
-        limits: Mapping[str, float],
-    ) -> None:
-        """Says where the gauges are read from when they are scraped, and the bounds of what is in flight: requests,
-        bytes, flops and seconds. 0 is no bound.
-        """
-        self._queue_requests.set_function(queue_requests)
-        self._queue_bytes.set_function(queue_bytes)
-        self._in_flight_requests.set_function(in_flight_requests)
-        self._in_flight_bytes.set_function(in_flight_bytes)
-        self._in_flight_flops.set_function(in_flight_flops)
-        self._in_flight_seconds.set_function(in_flight_seconds)
-        for bound, limit in limits.items():
-            if limit:
-                self._in_flight_limit.labels(bound).set(limit)
+    def watch(self, collector: Collector) -> None:
+        """Has what a collector of `scraped` reads exported. What there is about callers has methods of its own."""
+        self.registry.register(collector)
 
     def watch_callers(self, in_flight_bytes: Callable[[], Mapping[Hashable, int]]) -> None:
         """Says where it is read what every caller has in flight: by its name, or by anything else if it has none."""
         self._callers.in_flight_bytes = in_flight_bytes
-
-    def watch_device(
-        self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]
-    ) -> None:
-        """Says where the device's use is read: the seconds in which it had a batch, those of the batch that it has now
-        (0 if it has none), and the bytes of a memory of its own, by state (allocated, reserved, free).
-        """
-        self.registry.register(scraped.Device(busy_seconds, batch_seconds, memory))
-
-    def watch_loop(self, busy_seconds: Reading) -> None:
-        """Says where the event loop's use is read: the seconds in which it did not wait for events."""
-        self.registry.register(scraped.Loop(busy_seconds))
-
-    def watch_log(self, left_out: Reading) -> None:
-        """Says where the number of log lines is read that were not written."""
-        self.registry.register(scraped.Log(left_out))
-
-    def watch_state(self, health: Health) -> None:
-        """Has the server's state exported."""
-        self.registry.register(scraped.State(health))
-
-    def watch_certificate(self, expiry: Callable[[], float]) -> None:
-        """Has the time exported at which the server's certificate expires."""
-        self.registry.register(scraped.Certificate(expiry))
-
-    def watch_reloads(self, failed: Mapping[str, Callable[[], bool]]) -> None:
-        """Says where it is read whether files that have changed could not be used: `callers` and `tls`."""
-        self.registry.register(scraped.Reloads(failed))
 
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
         """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
 
         Caches whose lease has ended by then, by the clock of the leases, are evicted first.
         """
-        self.registry.register(scraped.Caches(store, clock))
+        self.watch(scraped.Caches(store, clock))
         self._callers.cache_bytes = lambda: store.bytes_of_owners(clock())
 
 

@@ -6,7 +6,8 @@ In: what can be read. Out: collectors for the registry of `metrics`; what is sai
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -17,6 +18,59 @@ if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
     from attnserve_server.observability.health import Health
     from attnserve_server.observability.usage import UsageByCaller
+
+
+Reading: TypeAlias = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """What waits, what is in flight, and the bounds of that."""
+
+    queue_requests: Reading
+    queue_bytes: Reading
+    in_flight_requests: Reading
+    in_flight_bytes: Reading
+    in_flight_flops: Reading
+    in_flight_seconds: Reading
+    limits: Mapping[str, float]
+    """The bounds of requests, bytes, flops and seconds in flight. 0 is no bound."""
+
+    def collect(self) -> Iterable[Metric]:
+        for name, help, reading in (
+            ("attnserve_queue_requests", "Requests that wait to be run.", self.queue_requests),
+            ("attnserve_queue_bytes", "Bytes of the requests that wait.", self.queue_bytes),
+            ("attnserve_in_flight_requests", "Requests admitted and not yet answered.", self.in_flight_requests),
+            (
+                "attnserve_in_flight_bytes",
+                "Bytes of requests and replies admitted and not yet answered.",
+                self.in_flight_bytes,
+            ),
+            (
+                "attnserve_in_flight_flops",
+                "Floating-point operations admitted and not yet computed.",
+                self.in_flight_flops,
+            ),
+            (
+                "attnserve_in_flight_seconds",
+                "How long what is admitted and not yet computed should take, at the measured rate.",
+                self.in_flight_seconds,
+            ),
+        ):
+            yield GaugeMetricFamily(name, help, reading())
+        limits = GaugeMetricFamily(
+            "attnserve_in_flight_limit",
+            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, more "
+            "where 16 requests or two batches take longer.",
+            labels=["bound"],
+        )
+        for bound, limit in self.limits.items():
+            if limit:
+                limits.add_metric([bound], limit)
+        yield limits
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
 
 
 class State:
@@ -42,7 +96,7 @@ class State:
 class Certificate:
     """When the server's certificate expires."""
 
-    def __init__(self, expiry: Callable[[], float]) -> None:
+    def __init__(self, expiry: Reading) -> None:
         self._expiry = expiry
 
     def collect(self) -> Iterable[Metric]:
@@ -57,7 +111,7 @@ class Certificate:
 
 
 class Reloads:
-    """Whether files that are read again when they change could not be."""
+    """Whether files that have changed could not be used: `callers` and `tls`."""
 
     def __init__(self, failed: Mapping[str, Callable[[], bool]]) -> None:
         self._failed = failed
@@ -78,14 +132,11 @@ class Reloads:
 
 
 class Device:
-    """How busy the device is, and its memory, if it has one of its own."""
+    """How busy the device is, and its memory, if it has one of its own: the seconds in which it had a batch, those of
+    the batch that it has now (0 if it has none), and the memory's bytes by state (allocated, reserved, free).
+    """
 
-    def __init__(
-        self,
-        busy_seconds: Callable[[], float],
-        batch_seconds: Callable[[], float],
-        memory: Callable[[], Mapping[str, int]],
-    ) -> None:
+    def __init__(self, busy_seconds: Reading, batch_seconds: Reading, memory: Callable[[], Mapping[str, int]]) -> None:
         self._busy_seconds, self._batch_seconds, self._memory = busy_seconds, batch_seconds, memory
 
     def collect(self) -> Iterable[Metric]:
@@ -113,9 +164,9 @@ class Device:
 
 
 class Loop:
-    """How busy the event loop is."""
+    """How busy the event loop is: the seconds in which it did not wait for events."""
 
-    def __init__(self, busy_seconds: Callable[[], float]) -> None:
+    def __init__(self, busy_seconds: Reading) -> None:
         self._busy_seconds = busy_seconds
 
     def collect(self) -> Iterable[Metric]:
@@ -131,9 +182,9 @@ class Loop:
 
 
 class Log:
-    """What is missing in the log."""
+    """How many lines of the log were not written."""
 
-    def __init__(self, left_out: Callable[[], float]) -> None:
+    def __init__(self, left_out: Reading) -> None:
         self._left_out = left_out
 
     def collect(self) -> Iterable[Metric]:
@@ -204,7 +255,7 @@ class Callers:
 class Caches:
     """The contents of a store of caches and what has happened in it, in its own numbers."""
 
-    def __init__(self, store: CacheStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: CacheStore, clock: Reading) -> None:
         self._store, self._clock = store, clock
 
     def collect(self) -> Iterable[Metric]:

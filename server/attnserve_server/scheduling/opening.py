@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnserve_server.observability import scraped
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.limits import BATCH_FLOPS, CUDA_BATCH_BYTES, CUDA_LAYER_DISCOUNT
 from attnserve_server.scheduling.admission import Admission
@@ -44,7 +45,7 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
         CUDA_LAYER_DISCOUNT if on_gpu and not config.max_batch_flops else 1,
     )
     engine = Engine(device, queue, admission, metrics, config.max_wait, tracing)
-    metrics.watch(
+    load = scraped.Load(
         queue_requests=lambda: queue.requests + engine.waiting_for_turns,
         queue_bytes=lambda: queue.bytes,
         in_flight_requests=lambda: admission.requests,
@@ -58,7 +59,8 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
             "seconds": config.max_queue_time,
         },
     )
+    metrics.watch(load)
     metrics.watch_callers(admission.bytes_of_callers)
     worker = engine.worker
-    metrics.watch_device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, device.memory)
+    metrics.watch(scraped.Device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, device.memory))
     return engine
