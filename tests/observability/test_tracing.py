@@ -15,6 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from rpcs import new_metrics
 
+from attnserve import Client, NotFoundError
 from attnserve_server.observability import tracing
 from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError
@@ -148,6 +149,28 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
         assert {int.from_bytes(span.trace_id, "big") for span in recorded} == {2, 3, 4, 7, 8, 9, 10}
         assert collected.resources[0]["service.name"] == "attnserve-server"
         assert collected.resources[0]["deployment.environment"] == "tests"
+
+
+def test_calls_that_do_not_pass_the_queue_are_recorded_too(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with collector() as collected:
+        server = start_server("--tracing-endpoint", collected.endpoint, "--tracing-sample", "1")
+        with Client(server.address) as client:
+            client.server_info()
+            client.layers.list()
+            with client.create_cache(1, 4) as cache:
+                cache.fork().truncate(0)
+                client.caches.list()
+            with pytest.raises(NotFoundError):
+                cache.refresh()
+        assert server.stop() == 0, server.stderr()
+        recorded = collected.spans(lambda span: span.kind == Span.SPAN_KIND_SERVER)
+    outcomes = {(span.name, attributes(span)["rpc.grpc.status_code"]) for span in recorded}
+    answered = {"server_info", "list_layers", "create", "fork", "truncate", "list", "delete"}
+    assert outcomes == {("get", grpc.StatusCode.NOT_FOUND.value[0])} | {(name, 0) for name in answered}
+    assert {attributes(span)["attnserve.transport"] for span in recorded} == {"unary"}
 
 
 def test_without_a_collector_the_server_serves_and_ends_in_time(

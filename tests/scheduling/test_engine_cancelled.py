@@ -89,7 +89,7 @@ async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypat
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE, None))
-    engine_calls = EngineCalls(bench.engine, bench.metrics, rpcs_of(bench.metrics), None)
+    engine_calls = EngineCalls(bench.engine, bench.metrics, rpcs_of(bench.metrics))
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         engine_calls._answer(

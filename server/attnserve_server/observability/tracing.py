@@ -91,7 +91,11 @@ class Trace:
         self._arrival = at
 
     def finish(self, code: str, end: float, phases: Phases | None = None, batch_size: int = 0) -> None:
-        """The request was answered, with a gRPC status code; its phases if it was computed. To be called once."""
+        """The request was answered, with a gRPC status code; its phases if it was computed. Only the first call counts:
+        what was computed has ended before its RPC does.
+        """
+        if not self._span.is_recording():
+            return
         tracing, span, arrival, ran = self._tracing, self._span, self._arrival, self.ran
         span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
         if code in _FAULTS:
@@ -141,13 +145,13 @@ class Tracing:
         caller = self._api.get_current_span(context).get_span_context()
         if not (caller.trace_flags.sampled if caller.is_valid else random.random() < self._sample):
             return None
-        name, _, stream = operation.partition("_")
+        name = operation.removesuffix("_stream")
         offset = _offset()
         span = self._tracer.start_span(
             name,
             context,
             self._api.SpanKind.SERVER,
-            {"rpc.system": "grpc", "attnserve.transport": stream or "unary"},
+            {"rpc.system": "grpc", "attnserve.transport": "unary" if name == operation else "stream"},
             start_time=_nanoseconds(arrival, offset),
         )
         return Trace(self, operation, span, arrival, offset)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.tracing import Trace, Tracing
+from attnserve_server.observability.tracing import Trace
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.fast_path import Answered, FastPath
@@ -28,13 +28,12 @@ ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
 
 
 class EngineCalls:
-    """The unary calls through one engine. `tracing` records them; None if nothing does."""
+    """The unary calls through one engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, rpcs: Rpcs, tracing: Tracing | None) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, rpcs: Rpcs) -> None:
         self._engine = engine
         self._metrics = metrics
         self._rpcs = rpcs
-        self._tracing = tracing
 
     def check_open(self) -> None:
         """Raises what any request would be refused with because the server is starting, ending or failed."""
@@ -43,7 +42,7 @@ class EngineCalls:
     def handler(self, operation: str, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
         """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
         answer = partial(self._answer, read, fast_path)
-        return self._rpcs.unary(operation, self._admit, answer, self._tracing)
+        return self._rpcs.unary(operation, self._admit, answer)
 
     def _admit(self, caller: Caller) -> None:
         """Raises RequestError for one who may not use the service, or for whom there is no room."""

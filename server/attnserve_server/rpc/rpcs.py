@@ -72,21 +72,24 @@ class Rpcs:
         endings: Endings,
         messages_due: MessagesDue,
         unread: UnreadReplies | None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """`unread` ends unary calls whose replies are not read; None if these may wait for ever."""
+        """`unread` ends unary calls whose replies are not read; None if these may wait for ever. `tracing` records
+        unary calls; None if nothing does.
+        """
         self.callers = callers
         self.endings = endings
         self._metrics = metrics
         self._messages_due = messages_due
         self.replies_due = RepliesDue()
         self._unread = unread
+        self._tracing = tracing
 
     def unary(
         self,
         operation: str,
         admit: Callable[[Caller], object],
         answer: Callable[[Received], Awaitable[bytes]],
-        tracing: Tracing | None = None,
         *,
         counted: bool = True,
     ) -> Handler:
@@ -102,8 +105,8 @@ class Rpcs:
         async def attempt(context: Context) -> bytes | _Refused:
             arrival = perf_counter()
             trace = None
-            if tracing is not None:
-                trace = tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
+            if self._tracing is not None:
+                trace = self._tracing.begin(operation, in_metadata(context.invocation_metadata()), arrival)
             caller: Caller | None = None
             try:
                 caller = self.callers.identify(context)
@@ -126,7 +129,7 @@ class Rpcs:
                 self.endings.ended(operation, "CANCELLED", arrival, trace)
                 raise
             self._metrics.sent(len(reply))
-            self.endings.ended(operation, "OK", arrival)
+            self.endings.ended(operation, "OK", arrival, trace)
             return reply
 
         async def handle(_: object, context: Context) -> bytes:

@@ -98,7 +98,7 @@ class Services:
         unread = None
         if config.max_unread_time:
             unread = UnreadReplies(config.max_unread_time, callers, endings)
-        rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread)
+        rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread, parts.tracing)
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
             StreamLife(config.max_connection_age, max(1.0, config.drain_grace)) if config.max_connection_age else None
@@ -120,7 +120,7 @@ class Services:
             unread=unread,
         )
         info = server_info(config, parts.device, parts.limits, parts.caches.store).SerializeToString()
-        calls = EngineCalls(engine, metrics, rpcs, parts.tracing)
+        calls = EngineCalls(engine, metrics, rpcs)
         self._attention = AttentionService(streams, calls, rpcs, info, config.max_caller_streams, stream_life)
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
         caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits)
