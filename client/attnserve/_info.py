@@ -110,7 +110,7 @@ class ServerInfo:
     - `usable_cpus`: how many processors the server may use.
     - `cache_pool_bytes`: the bytes of the pool of resident caches.
     - `cache_page_bytes`: the bytes of a page of that pool: in each layer of a cache, keys and values of as many whole
-      tokens as fit. 0 if the server does not say it.
+      tokens as fit. None if the server does not say it.
     - `settings`: every setting, in the order of the documentation.
     """
 
@@ -128,7 +128,7 @@ class ServerInfo:
     grpc_version: str
     usable_cpus: int
     cache_pool_bytes: int
-    cache_page_bytes: int
+    cache_page_bytes: int | None
     settings: tuple[Setting, ...]
 
 
@@ -156,7 +156,7 @@ def _read(info: pb.ServerInfoResponse) -> ServerInfo:
         grpc_version=info.grpc_version,
         usable_cpus=info.usable_cpus,
         cache_pool_bytes=info.cache_pool_bytes,
-        cache_page_bytes=info.cache_page_bytes,
+        cache_page_bytes=info.cache_page_bytes or None,
         settings=tuple(
             Setting(setting.name, None if setting.hidden else setting.value, _SOURCES.get(setting.source, "unknown"))
             for setting in info.settings

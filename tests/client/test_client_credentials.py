@@ -12,6 +12,7 @@ import pytest
 
 from attnserve import TLS, AsyncClient, Client, Token
 from attnserve._commands.cli import main
+from attnserve._commands.connection_flags import FLAGS
 from attnserve._settings.credentials import Bearer, is_local
 from attnserve_server.access.tokens import digest, format_hash
 
@@ -219,6 +220,15 @@ def test_commands_say_that_a_server_speaks_no_tls(
         assert capsys.readouterr().err.endswith(
             "; if it speaks no TLS: http://, and none of the flags and variables for TLS\n"
         )
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_commands_take_no_flag_without_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as `--ca "$CA"` where the variable is not set: they would connect without TLS."""
+    with pytest.raises(SystemExit) as ended:
+        main(["info", "127.0.0.1:1", flag, ""])
+    assert ended.value.code == 2
+    assert f"argument {flag}: expected a value, found an empty one\n" in capsys.readouterr().err
 
 
 def test_commands_name_the_variables_that_ask_for_tls(

@@ -280,6 +280,7 @@ def test_server_info(client: Client, server: Any) -> None:
     assert info.python_version == platform.python_version()
     assert info.usable_cpus >= 1
     assert info.cache_pool_bytes > 0
+    assert info.cache_page_bytes is not None
     assert info.cache_pool_bytes % info.cache_page_bytes == 0
     settings = {setting.name: setting for setting in info.settings}
     assert settings["max_requests"] == Setting("max_requests", f"{info.limits.max_requests}", "default")

@@ -265,6 +265,7 @@ def _caches(client: Client, timeout: float) -> tuple[Any, str]:
 
 def _text(info: ServerInfo) -> str:
     """The information, one item per line."""
+    pages = "" if info.cache_page_bytes is None else f", in pages of {info.cache_page_bytes:,}"
     rows = [
         ("version", info.version),
         *(() if info.address is None else (("address", info.address),)),
@@ -274,7 +275,7 @@ def _text(info: ServerInfo) -> str:
         ("grpc", info.grpc_version),
         ("usable cpus", str(info.usable_cpus)),
         *(() if info.threads is None else (("threads", str(info.threads)),)),
-        ("cache pool", f"{info.cache_pool_bytes:,} bytes, in pages of {info.cache_page_bytes:,}"),
+        ("cache pool", f"{info.cache_pool_bytes:,} bytes{pages}"),
         ("dtypes", ", ".join(info.dtypes)),
         ("features", ", ".join(info.features)),
         *((name, f"{limit:,}") for name, limit in dataclasses.asdict(info.limits).items()),
