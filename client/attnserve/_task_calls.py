@@ -22,7 +22,6 @@ from attnserve._errors import (
 )
 from attnserve._process import Process
 from attnserve._requests.call import EncodedCall
-from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
 from attnserve._servers.task_servers import TaskServers
@@ -107,11 +106,10 @@ class Calls:
         span. ClientClosedError, here and below, if the client belongs to another process.
         """
         self._process.enter()
+        operation = call.operation
         future: CallFuture[Any, T]
         if self._settings.transport == "stream":
-            future = self._future(call.result)
-            if self._tracing is not None:
-                future.span = self._tracing.begin(call.operation.path, parent)
+            future = self._call_future(call.result, operation.path, parent)
             if self._find_for(home) is not None:
                 task = asyncio.get_running_loop().create_task(self._send_when_found(future, call))
                 self._looking.add(task)
@@ -121,19 +119,23 @@ class Calls:
             else:
                 self._send_on_stream(future, call, home)
         else:
-            operation = call.operation
-            future = self._future(lambda data: call.result(decode_response(operation, data)))
-            if self._tracing is not None:
-                future.span = self._tracing.begin(operation.path, parent)
+            future = self._call_future(call.decode, operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
             self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size, find=find)
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
-        """The future of a call. RuntimeError in a loop other than that of the connections: nothing would settle it."""
+        """A future. RuntimeError in a loop other than that of the connections: nothing would settle it."""
         future = CallFuture(finish)
         if self._loop is not None and self._loop is not future.get_loop():
             raise RuntimeError("the client belongs to another event loop, in which it was first used")
+        return future
+
+    def _call_future(self, finish: Callable[[Any], T], path: str, parent: Context | None) -> CallFuture[Any, T]:
+        """The future of a call of the method at `path`, with its span. RuntimeError as for `_future`."""
+        future = self._future(finish)
+        if self._tracing is not None:
+            future.span = self._tracing.begin(path, parent)
         return future
 
     def _find_for(self, home: str | None) -> Callable[[float | None], Awaitable[object]] | None:
@@ -169,9 +171,7 @@ class Calls:
         """
         self._process.enter()
         find, seconds = self._find_for(home), self.seconds(timeout)
-        future = self._future(rpc.decode)
-        if self._tracing is not None:
-            future.span = self._tracing.begin(rpc.path, parent)
+        future = self._call_future(rpc.decode, rpc.path, parent)
         route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +27,6 @@ from attnserve._errors import (
 )
 from attnserve._process import Process
 from attnserve._requests.call import EncodedCall
-from attnserve._requests.reply import decode_response
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
 from attnserve._servers.servers import Servers
@@ -98,31 +98,38 @@ class Calls:
         span. ClientClosedError, here and below, if the client belongs to another process.
         """
         self._process.enter()
+        operation = call.operation
         future: CallFuture[Any, T]
         if self._streaming:
-            future = CallFuture(call.result)
+            future = self._future(call.result, call.timeout, operation.path, parent)
             future.calls = self  # before it is sent, since the reply clears this
-            future.timeout = call.timeout
-            if self._tracing is not None:
-                future.span = self._tracing.begin(call.operation.path, parent)
-            try:
-                if home is None:
-                    call.timeout = self.servers.resolve(call.timeout)
-                stream = self.servers.connection(home).stream()
-            except (UnavailableError, DeadlineExceededError) as error:
-                future.settle(error)
-            else:
-                stream.submit(future, call, pinned=home is not None)
+            self._send_on_stream(future, call, home)
         else:
-            operation = call.operation
-            future = CallFuture(lambda data: call.result(decode_response(operation, data)))
+            future = self._future(call.decode, call.timeout, operation.path, parent)
             future.calls = self
-            future.timeout = call.timeout
-            if self._tracing is not None:
-                future.span = self._tracing.begin(operation.path, parent)
             route = partial(self.servers.connection, home)
             self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size)
         return future
+
+    def _future(
+        self, finish: Callable[[Any], T], timeout: float | None, path: str, parent: Context | None
+    ) -> CallFuture[Any, T]:
+        """The future of a call of the method at `path`, with its span."""
+        future = CallFuture(finish)
+        future.timeout = timeout
+        if self._tracing is not None:
+            future.span = self._tracing.begin(path, parent)
+        return future
+
+    def _send_on_stream(self, future: CallFuture[Any, T], call: EncodedCall[T], home: str | None) -> None:
+        try:
+            if home is None:
+                call.timeout = self.servers.resolve(call.timeout)
+            stream = self.servers.connection(home).stream()
+        except (UnavailableError, DeadlineExceededError) as error:
+            future.settle(error)
+        else:
+            stream.submit(future, call, pinned=home is not None)
 
     def ask(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None, again: Again | None = None) -> T:
         """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, it is sent once: the
@@ -148,10 +155,7 @@ class Calls:
         again: Again | None = None,
     ) -> CallFuture[Any, T]:
         self._process.enter()
-        future = CallFuture(rpc.decode)
-        future.timeout = timeout
-        if self._tracing is not None:
-            future.span = self._tracing.begin(rpc.path, parent)
+        future = self._future(rpc.decode, timeout, rpc.path, parent)
         route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)

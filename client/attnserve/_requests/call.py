@@ -21,7 +21,7 @@ from attnserve._errors import ProtocolError
 from attnserve._requests import arrays as _arrays
 from attnserve._requests.arrays import Array
 from attnserve._requests.operation import Operation
-from attnserve._requests.reply import Response
+from attnserve._requests.reply import Response, decode_response
 from attnserve._requests.result import Timings
 from attnserve.v1 import tensor_pb2
 
@@ -120,6 +120,12 @@ class EncodedCall(ABC, Generic[ResultT]):
     @abstractmethod
     def result(self, response: Response) -> ResultT:
         """The result of the call. ProtocolError if the response does not fit this call."""
+
+    def decode(self, data: bytes) -> ResultT:
+        """The result of the call from the serialised response, as a unary call's. ProtocolError as for `result`, and if
+        the bytes are no response.
+        """
+        return self.result(decode_response(self.operation, data))
 
     def parts(self, response: Response) -> Parts:
         """What all results have in common, from the response. ProtocolError if it does not fit this call."""
