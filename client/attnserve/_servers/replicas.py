@@ -108,6 +108,10 @@ class Connection(Protocol):
 C = TypeVar("C", bound=Connection)
 
 
+def _to_nobody() -> None:
+    """Tells nobody."""
+
+
 class Replicas(Generic[C]):
     """The servers of one client. Any thread may use this; connections are opened in the calling thread."""
 
@@ -123,7 +127,7 @@ class Replicas(Generic[C]):
         self._last_used: dict[str, float] = {}
         self._replaced: list[tuple[float, C]] = []
         self._calls = itertools.count(1)
-        self.told: Callable[[], object] = bool
+        self.told: Callable[[], object] = _to_nobody
         """Called when there may be other servers now."""
 
     @property

@@ -42,13 +42,17 @@ gets some events of it later, and prints an error if the loop is closed by then 
 """
 
 
+def _withdrawn_already() -> None:
+    """For a call that no transport has."""
+
+
 class CallFuture(asyncio.Future[T], Generic[R, T]):
     """The future result of a call. Cancelling it also tells the server; a finalizer may cancel it."""
 
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self._finish = finish
-        self.withdraw: Callable[[], object] = bool
+        self.withdraw: Callable[[], object] = _withdrawn_already
         """Makes the transport forget the call."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
@@ -57,12 +61,12 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         """Gives up the call. False if it is too late."""
         if not super().cancel(msg):
             return False
-        withdraw, self.withdraw = self.withdraw, bool
+        withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:
             # Not here: a finalizer may cancel, which interrupts anything, in any thread.
             self.get_loop().call_soon_threadsafe(self._give_up, withdraw)
         except RuntimeError:  # the loop is closed, and nothing is left to withdraw
-            self._give_up(bool)
+            self._give_up(_withdrawn_already)
         return True
 
     def _give_up(self, withdraw: Callable[[], object]) -> None:
@@ -72,7 +76,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
 
     def settle(self, outcome: R | Exception) -> None:
         """Gives the future its result, or the error instead."""
-        self.withdraw = bool  # drop the reference, which keeps alive all that the call holds
+        self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if self.done():
             return
         error: Exception | None = None
