@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, get_args
 import numpy as np
 
 from attnserve import _dtypes
+from attnserve._numbers import shown
 from attnserve._requests import arrays
 from attnserve._requests.arguments import ArrayT
 from attnserve._requests.attend import Layout
@@ -50,7 +51,7 @@ def merge_attention(
     arrays and torch tensors are mixed, or there is no such layout.
     """
     if layout not in get_args(Layout):
-        raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {layout!r}")
+        raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, found {shown(layout)}")
     if isinstance(results, AttentionResult) or not isinstance(results, Iterable):
         found = "a single one" if isinstance(results, AttentionResult) else type(results).__name__
         raise ValueError(f"results: expected several in a list, found {found}")

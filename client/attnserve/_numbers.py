@@ -34,8 +34,11 @@ def whole(value: Any) -> int:
 
 
 def shown(value: Any) -> str:
-    """What was found in the place of a number, in words that are not too long."""
-    text = repr(value)
+    """What was found in the place of something else, in words that are not too long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python turns into text
+        text = f"an {type(value).__name__} of too many digits"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attnserve._errors import AttnServeError
+from attnserve._numbers import shown
 from attnserve._version import __version__
 from attnserve.v1 import attention_pb2 as pb
 
@@ -103,5 +104,5 @@ def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:
     if tracing is False:
         return None
     if tracing is not True and not hasattr(tracing, "get_tracer"):
-        raise ValueError(f"tracing: expected True, False or a tracer provider, found {tracing!r}")
+        raise ValueError(f"tracing: expected True, False or a tracer provider, found {shown(tracing)}")
     return Tracing(None if tracing is True else tracing, address)

@@ -18,6 +18,7 @@ from attnserve.v1 import tensor_pb2 as pb
 torch = pytest.importorskip("torch")
 
 FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
+MASKED = np.ma.masked_equal(np.ones((2, 3), np.float32), 1)
 TORCH_FLOATS = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
 
 
@@ -100,7 +101,7 @@ def test_what_is_no_array_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(None, "None"), (np.ma.masked_equal(np.ones((2, 3), np.float32), 1), "a masked array")]
+    ("value", "found"), [(None, "None"), (MASKED, "a masked array"), ([np.ones((2, 3)), MASKED], "a masked array")]
 )
 def test_what_is_left_out_or_masked_is_refused_as_such(value: Any, found: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"key: expected an array or a tensor, found {found}"):

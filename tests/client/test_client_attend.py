@@ -170,6 +170,13 @@ def test_equal_headers_carry_their_own_contents() -> None:
         ({"window": True}, "window"),
         ({"query_offset": True}, "query_offset"),
         ({"kv_lengths": True}, "kv_lengths"),
+        ({"causal": [1] * 10**5}, "causal"),
+        ({"return_lse": [0] * 10**5}, "return_lse"),
+        ({"priority": "x" * 10**5}, "priority"),
+        ({"priority": 10**9999}, "priority"),
+        ({"window": range(10**5)}, "window"),
+        ({"window": [0] * 10**5}, "window"),
+        ({"window": (10**9999, 0)}, "window.left"),
     ],
 )
 def test_what_no_server_would_take_names_its_field(options: dict[str, Any], field: str) -> None:
@@ -177,6 +184,7 @@ def test_what_no_server_would_take_names_its_field(options: dict[str, Any], fiel
         request(**options)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: expected")
+    assert len(str(caught.value)) < 300
     assert isinstance(caught.value, ValueError)
 
 

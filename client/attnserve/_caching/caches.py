@@ -96,6 +96,7 @@ class Cache(Handle):
         last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
+        layer = plans.checked_layer("layer", layer, (self._state,))
         return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> Cache:
@@ -177,6 +178,7 @@ class AsyncCache(Handle):
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
+        layer = plans.checked_layer("layer", layer, (self._state,))
         return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
 
     @pending

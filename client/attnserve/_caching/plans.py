@@ -19,7 +19,7 @@ that failed but did run is refused, and nothing is appended twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -67,7 +67,7 @@ def append(
     cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
 ) -> Plan[int]:
     """Appends to one layer. The result is the layer's length."""
-    layer = _layer("layer", layer, (cache,))
+    layer = checked_layer("layer", layer, (cache,))
     tokens, fields = cache_requests.appended(key, value, layout)
 
     def steps() -> Steps[int]:
@@ -127,7 +127,7 @@ def attend(
 ) -> Plan[AttentionResult[KindT]]:
     """Attends to caches, after appending keys and values to them, if any are given."""
     states = _checked(turns, caches)
-    layer = _layer("cache_layer", layer, states)
+    layer = checked_layer("cache_layer", layer, states)
     call = encode_attend(query, key, value, True, default_timeout=default_timeout, **options)
     without_keys = partial(encode_attend, query, None, None, True, **options)
     steps = _attending(states, layer, call, without_keys)
@@ -235,9 +235,13 @@ def one_or_many(cache: Handle | None, caches: Handles | None) -> Handles | None:
 
 
 def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
-    """The caches: at least one, each only once, all of this client and on one server; else InvalidRequestError."""
+    """The caches: at least one, each only once, all of this client and on one server, and in an order, which is that of
+    the sequences; else InvalidRequestError.
+    """
     if isinstance(caches, Handle) and caches._state.turns is turns:
         return (caches._state,)
+    if isinstance(caches, Set):
+        raise InvalidRequestError("caches: expected them in an order, found a set, which has none", field="caches")
     handles = list(caches) if isinstance(caches, Iterable) and not isinstance(caches, str) else [caches]
     if not handles:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
@@ -258,7 +262,8 @@ def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
     return states
 
 
-def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
+def checked_layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
+    """The layer, if all caches have it; else InvalidRequestError, with the argument's name as its `field`."""
     index = arguments.count(field, layer, 0, 32)
     layers = min([state.info.layers for state in states])
     if index >= layers:

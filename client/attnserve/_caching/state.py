@@ -96,7 +96,7 @@ class Handle:
         """Its shape and known length, without asking the server; its name only in part."""
         sizes = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "length", "address")
         described = ", ".join(f"{size}={getattr(self, size)!r}" for size in sizes)
-        return f"{type(self).__name__}({cache_requests.shown(self.name)}, {described})"
+        return f"{type(self).__name__}({cache_requests.shown_name(self.name)}, {described})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a cache cannot be pickled: have it opened by its name, with open_cache")

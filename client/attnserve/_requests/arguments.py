@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Number
 from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,9 +85,17 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
 """The values of `return_scores`."""
 
 
-_MASK: Final = "'mask' is one, true where a query attends a key; what is added to the scores is 'bias'"
-_DROPOUT: Final = "there is no dropout here"
-_WEIGHTS: Final = "return_scores='weights' returns them"
+class Hint(NamedTuple):
+    """What is said to whoever uses a name that something else has elsewhere."""
+
+    text: str
+    option: str | None = None
+    """The option that the text recommends."""
+
+
+_MASK: Final = Hint("'mask' is one, true where a query attends a key; what is added to the scores is 'bias'", "mask")
+_DROPOUT: Final = Hint("there is no dropout here")
+_WEIGHTS: Final = Hint("return_scores='weights' returns them", "return_scores")
 
 NAMES_ELSEWHERE: Final = {
     "attention_mask": _MASK,
@@ -95,14 +103,14 @@ NAMES_ELSEWHERE: Final = {
     "key_padding_mask": _MASK,
     "dropout": _DROPOUT,
     "dropout_p": _DROPOUT,
-    "enable_gqa": "heads are grouped by their numbers alone",
-    "is_causal": "'causal' is one",
+    "enable_gqa": Hint("heads are grouped by their numbers alone"),
+    "is_causal": Hint("'causal' is one", "causal"),
     "need_weights": _WEIGHTS,
     "output_attentions": _WEIGHTS,
     "return_weights": _WEIGHTS,
-    "scaling": "'scale' is one",
-    "sliding_window": "'window' is one, (left, right) without the query's own position",
-    "softmax_scale": "'scale' is one",
+    "scaling": Hint("'scale' is one", "scale"),
+    "sliding_window": Hint("'window' is one, (left, right) without the query's own position", "window"),
+    "softmax_scale": Hint("'scale' is one", "scale"),
 }
 """What torch, transformers and others call options, and what is said to whoever uses their names: spelling tells
 little, or misleads.
@@ -110,8 +118,8 @@ little, or misleads.
 
 
 OF_A_CACHE: Final = {
-    "cache_layer": "'layer' is one",
-    "caches": "this cache is the one that is attended to",
+    "cache_layer": Hint("'layer' is one"),
+    "caches": Hint("this cache is the one that is attended to"),
 }
 """The same for methods of a cache."""
 
@@ -139,7 +147,7 @@ def check_options(
     options: Mapping[str, Any],
     known: type[Mapping[str, Any]],
     *others: str,
-    hints: Mapping[str, str] = MappingProxyType({}),
+    hints: Mapping[str, Hint] = MappingProxyType({}),
 ) -> None:
     """TypeError, as if from the called method, if it does not have one of the options; `others` are further arguments
     that may have been meant, `hints` what is said to whoever uses these names.
@@ -147,10 +155,11 @@ def check_options(
     names: frozenset[str] = known.__optional_keys__  # type: ignore[attr-defined]
     if not options.keys() <= names:
         unknown = min(options.keys() - names)
-        hint = hints.get(unknown) or NAMES_ELSEWHERE.get(unknown, "")
-        if "'scale'" in hint and "scale" not in names:
-            hint = "the layer defines its scale"
-        if not hint and (meant := difflib.get_close_matches(unknown, [*names, *others], 1)):
+        hint = ""
+        if found := hints.get(unknown) or NAMES_ELSEWHERE.get(unknown):
+            is_taken = found.option is None or found.option in names
+            hint = found.text if is_taken else f"the layer defines its {found.option}"
+        elif meant := difflib.get_close_matches(unknown, [*names, *others], 1):
             hint = f"{meant[0]!r} is one"
         raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{hint and f'; {hint}'}")
 
@@ -159,7 +168,7 @@ def check_no_layer(cache_layer: int) -> None:
     """InvalidRequestError for a layer of caches where there are none."""
     if integer("cache_layer", cache_layer, 64) != 0:
         raise InvalidRequestError(
-            f"cache_layer: expected caches to go with it, found none, and {cache_layer!r}", field="cache_layer"
+            f"cache_layer: expected caches to go with it, found none, and {shown(cache_layer)}", field="cache_layer"
         )
 
 
@@ -171,7 +180,7 @@ def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
         return choices[value]
     except (KeyError, TypeError):
         expected = ", ".join(map(repr, choices))
-        raise InvalidRequestError(f"{field}: expected one of {expected}, found {value!r}", field=field) from None
+        raise InvalidRequestError(f"{field}: expected one of {expected}, found {shown(value)}", field=field) from None
 
 
 def number(field: str, value: Any) -> float:
@@ -188,7 +197,7 @@ def flag(field: str, value: Any) -> bool:
         return value
     if isinstance(value, int | np.bool_) and value in (0, 1):
         return bool(value)
-    raise InvalidRequestError(f"{field}: expected True or False, found {value!r}", field=field)
+    raise InvalidRequestError(f"{field}: expected True or False, found {shown(value)}", field=field)
 
 
 def integer(field: str, value: Any, bits: int) -> int:
@@ -196,9 +205,9 @@ def integer(field: str, value: Any, bits: int) -> int:
     try:
         index = whole(value)
     except TypeError:
-        raise InvalidRequestError(f"{field}: expected an integer, found {value!r}", field=field) from None
+        raise InvalidRequestError(f"{field}: expected an integer, found {shown(value)}", field=field) from None
     if not -(1 << bits - 1) <= index < 1 << bits - 1:
-        raise InvalidRequestError(f"{field}: expected an integer of {bits} bits, found {index}", field=field)
+        raise InvalidRequestError(f"{field}: expected an integer of {bits} bits, found {shown(index)}", field=field)
     return index
 
 
@@ -220,7 +229,7 @@ def window(value: Any) -> tuple[int, int] | None:
             raise TypeError("there is no first and no second")
         left, right = value
     except (TypeError, ValueError):
-        raise InvalidRequestError(f"window: expected (left, right), found {value!r}", field="window") from None
+        raise InvalidRequestError(f"window: expected (left, right), found {shown(value)}", field="window") from None
     return integer("window.left", left, 64), integer("window.right", right, 64)
 
 
@@ -233,12 +242,13 @@ def lengths(field: str, value: Any) -> Array:
 def text(field: str, value: Any) -> str:
     """A name or a path, which must not be empty."""
     if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"{field}: expected a string that is not empty, found {value!r}", field=field)
+        raise InvalidRequestError(f"{field}: expected a string that is not empty, found {shown(value)}", field=field)
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidRequestError(f"{field}: expected what UTF-8 can say, found {value!r}", field=field) from None
+            expected = "what UTF-8 can say"
+            raise InvalidRequestError(f"{field}: expected {expected}, found {shown(value)}", field=field) from None
     return value
 
 
@@ -256,5 +266,5 @@ def names(field: str, values: Names) -> list[str]:
     if isinstance(values, str):
         values = (values,)
     elif not isinstance(values, Iterable):
-        raise InvalidRequestError(f"{field}: expected a name or several, found {values!r}", field=field)
+        raise InvalidRequestError(f"{field}: expected a name or several, found {shown(values)}", field=field)
     return [text(field, value) for value in values]

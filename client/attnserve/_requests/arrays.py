@@ -125,9 +125,8 @@ def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
             "call under torch.no_grad()",
             field=field,
         )
-    if value is None or isinstance(value, np.ma.MaskedArray):
-        found = "None" if value is None else "a masked array, of whose mask nobody would know"
-        raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field)
+    if value is None:
+        raise InvalidRequestError(f"{field}: expected an array or a tensor, found None", field=field)
     try:
         if tensor is not None:
             return _torch_as_numpy(tensor)
@@ -138,7 +137,17 @@ def _as_numpy(field: str, value: Any) -> np.ndarray[Any, Any]:
         raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field) from error
     if array.dtype == object and not array.ndim and not isinstance(value, int):
         raise InvalidRequestError(f"{field}: expected an array or a tensor, found {_kind(value)}", field=field)
+    if _has_mask(value):
+        found = "a masked array, of whose mask nobody would know"
+        raise InvalidRequestError(f"{field}: expected an array or a tensor, found {found}", field=field)
     return array
+
+
+def _has_mask(value: Any) -> bool:
+    """Whether a value is a masked array, or lists with some, which NumPy joins without their masks."""
+    if isinstance(value, list | tuple):
+        return bool(value) and not isinstance(value[0], int | float) and any(map(_has_mask, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _kind(value: Any) -> str:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Final, Generic, Literal, TypeAlias, TypedDict
 
 from attnserve._errors import InvalidRequestError
+from attnserve._numbers import shown
 from attnserve._requests import arguments
 from attnserve._requests import arrays as _arrays
 from attnserve._requests import call as _call
@@ -216,7 +217,7 @@ def _score_arrays(score: Any) -> list[tuple[str, Array]]:
         optional = {"additive.bias": score.bias, "additive.output_weight": score.output_weight}
     else:
         raise InvalidRequestError(
-            f"score: expected 'dot', a GeneralScore or an AdditiveScore, found {score!r}", field="score"
+            f"score: expected 'dot', a GeneralScore or an AdditiveScore, found {shown(score)}", field="score"
         )
     parameters |= {path: array for path, array in optional.items() if array is not None}
     return [(path, _arrays.floating(path, array)) for path, array in parameters.items()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
@@ -88,10 +89,10 @@ class CacheInfo:
 
     def __repr__(self) -> str:
         rest = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)[1:])
-        return f"CacheInfo(name={shown(self.name)}, {', '.join(rest)})"
+        return f"CacheInfo(name={shown_name(self.name)}, {', '.join(rest)})"
 
 
-def shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """A cache's name for people and logs, cut short: where callers are not identified, the whole name is a secret."""
     return repr(name[:_SHOWN] + "…")
 
@@ -134,7 +135,10 @@ def create(
 
 def _dtype_name(dtype: Any) -> str:
     """The name of a dtype, which may also be a NumPy class such as ``numpy.float16``."""
-    return str(np.dtype(dtype) if isinstance(dtype, type) else dtype).removeprefix("torch.")
+    if isinstance(dtype, type):
+        with suppress(TypeError):  # a class that has no dtype, such as `numpy.floating`
+            dtype = np.dtype(dtype)
+    return str(dtype).removeprefix("torch.")
 
 
 def append(

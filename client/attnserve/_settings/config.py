@@ -94,11 +94,11 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", target_of(self.address))
         if not isinstance(self.transport, str) or self.transport not in get_args(Transport):
-            raise ValueError(f"transport: expected 'stream' or 'unary', found {self.transport!r}")
+            raise ValueError(f"transport: expected 'stream' or 'unary', found {shown(self.transport)}")
         object.__setattr__(self, "timeout", _timeout(self.timeout))
         options = tuple(self.options) if isinstance(self.options, Iterable) else (self.options,)
         if not all(isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str) for each in options):
-            raise ValueError(f"options: expected pairs of a name and a value, found {self.options!r}")
+            raise ValueError(f"options: expected pairs of a name and a value, found {shown(self.options)}")
         object.__setattr__(self, "options", options)
         _check_count("retries", self.retries, 0)
         object.__setattr__(self, "policy", RetryPolicy(self.retries))
