@@ -171,33 +171,33 @@ def test_what_a_handler_raises_before_a_call_is_sent_is_no_error_of_the_call(
         client.server_info()
 
 
-def test_what_a_handler_raises_while_a_stream_is_opened_is_no_reason_to_open_another(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["_open", "_begin_to_watch"])
+def test_what_a_handler_raises_while_a_stream_or_a_thread_is_begun_is_no_reason_to_begin_another(
+    server: Server, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """The stream is opened, and the call given up."""
+    """It is begun, and the call given up."""
 
     def bark(*arguments: Any) -> None:
         raise WatchdogError
 
-    opened: list[int] = []
-    begin = StreamTransport._open
+    begun: list[Any] = []
+    begin = getattr(StreamTransport, method)
 
-    def begin_and_bark(self: StreamTransport, stream: int) -> None:
-        begin(self, stream)
-        opened.append(stream)
+    def begin_and_bark(*arguments: Any) -> Any:
+        begun.append(begin(*arguments))
         signal.raise_signal(signal.SIGUSR1)
+        return begun[-1]
 
-    array = np.ones((1, 2, 3), np.float32)
-    monkeypatch.setattr(StreamTransport, "_open", begin_and_bark)
+    monkeypatch.setattr(StreamTransport, method, begin_and_bark)
     before = signal.signal(signal.SIGUSR1, bark)
     try:
         with Client(server.address) as client:
             with pytest.raises(WatchdogError):
-                client.attend(array, array, array)
-            client.attend(array, array, array)
+                client.attend(ARRAY, ARRAY, ARRAY)
+            client.attend(ARRAY, ARRAY, ARRAY)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(opened) == 1
+    assert len(begun) == 1
 
 
 def test_a_call_whose_end_nobody_notices_ends_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:

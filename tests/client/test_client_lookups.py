@@ -90,6 +90,32 @@ async def test_a_name_that_is_not_known_yet(server: Server, transport: Transport
             await client_in_loop.close()
 
 
+async def test_each_caller_gets_an_error_of_its_own(transport: Transport) -> None:
+    """An exception that several raise would show each of them the others' frames, and keep what is in these."""
+    count = 8
+    all_wait = threading.Event()
+
+    def fail_for_all() -> list[str]:
+        assert all_wait.wait(calls.PATIENCE_S)
+        raise OSError("there is no directory of servers")
+
+    options: dict[str, Any] = {"transport": transport, "retries": 0, "timeout": calls.PATIENCE_S}
+    with Client(fail_for_all, **options) as client, ThreadPoolExecutor(count) as threads:
+        asking = [threads.submit(client.attend, *arrays()) for _ in range(count)]
+        all_wait.set()
+        errors = [each.exception(calls.PATIENCE_S) for each in asking]
+    all_wait.clear()
+    in_tasks = AsyncClient(fail_for_all, **options)  # `async with` would look up before there are calls
+    asked = [asyncio.ensure_future(in_tasks.attend(*arrays())) for _ in range(count)]
+    await asyncio.sleep(0)
+    all_wait.set()
+    errors += await asyncio.gather(*asked, return_exceptions=True)
+    await in_tasks.close()
+    assert {type(error) for error in errors} == {UnavailableError}
+    assert len(set(map(id, errors))) == 2 * count
+    assert {type(error.__cause__) for error in errors if error is not None} == {OSError}
+
+
 async def test_a_name_that_nobody_knows() -> None:
     for retries in (0, 1):
         unknown = Resolver("", inf)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from math import inf
 from typing import Any, Final, Generic, TypeVar
 
@@ -163,19 +164,18 @@ class Servers(Generic[C]):
         """The current addresses. UnavailableError if they cannot be looked up, or there are none; DeadlineExceededError
         if nothing is known within the timeout, and ClientClosedError if the client is closed before.
         """
+        found = self.resolving()
         try:
-            return self.resolving().result(timeout)
+            failure = found.exception(timeout)
         except TimeoutError:
-            error = self.too_late()
-            raise error from error.__cause__
+            failure = self.too_late()
+        if failure is not None:
+            raise of_caller(failure) from failure.__cause__
+        return found.result()
 
     def too_late(self) -> DeadlineExceededError | UnavailableError:
         """The error if a look-up takes longer than the call's timeout: why it has failed so far, if it has."""
-        if (failed := self._failure) is not None:
-            error = UnavailableError(str(failed))  # one for each caller
-            error.__cause__ = failed.__cause__
-            return error
-        return DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
+        return self._failure or DeadlineExceededError(f"{self._target.name}: not looked up within the timeout")
 
     def resolving(self) -> Future[Sequence[str]]:
         """A future of the addresses, from a thread of its own, since a look-up cannot be interrupted. Only for names
@@ -276,6 +276,13 @@ class Servers(Generic[C]):
             if self._retiring is not None:
                 self._retiring.cancel()
             return self._replicas.all()
+
+
+def of_caller(failure: BaseException) -> BaseException:
+    """A failure for one of several callers: an exception takes up the frames of whoever raises it, and what is in them.
+    It is to be raised from the cause of the failure.
+    """
+    return copy(failure)
 
 
 def _retire_there(servers: weakref.ref[Servers[Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from attnserve._servers.replicas import Connection
-from attnserve._servers.servers import Servers
+from attnserve._servers.servers import Servers, of_caller
 
 C = TypeVar("C", bound=Connection)
 
@@ -24,9 +24,9 @@ class TaskServers(Servers[C]):
         looked_up = asyncio.wrap_future(self.resolving())
         looked_up.add_done_callback(_retrieve)
         await asyncio.wait((looked_up,), timeout=timeout)  # cancels nothing: others wait for the same look-up
-        if not looked_up.done():
-            error = self.too_late()
-            raise error from error.__cause__
+        failure = looked_up.exception() if looked_up.done() else self.too_late()
+        if failure is not None:
+            raise of_caller(failure) from failure.__cause__
         self.update(looked_up.result())
         return self.resolve(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from google.rpc.status_pb2 import Status
 
-from attnserve._errors import ClientClosedError, UnavailableError, unreadable
+from attnserve._errors import AttnServeError, ClientClosedError, UnavailableError, unreadable
 from attnserve._memory import joined
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
@@ -87,6 +87,8 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
                 result = self._finish(outcome)
             except Exception as raised:  # any error (also: out of device memory) is for the caller to see
                 error = raised
+        if isinstance(error, AttnServeError):
+            error = error.with_traceback(None)  # a cycle: its frames hold the future
         if self.span is not None and not self.done():
             self.span.end(error)
         try:

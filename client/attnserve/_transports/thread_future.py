@@ -15,6 +15,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
+from attnserve._errors import AttnServeError
 from attnserve._tracing import CallSpan
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import Held
@@ -120,7 +121,10 @@ class CallFuture(Future[T], Generic[R, T]):
 
     def result(self, timeout: float | None = None) -> T:
         """The result, or the error instead, once it is there. RuntimeError if a callback would hold up the reply."""
-        return super().result(None if self.is_done_within(timeout) else 0)
+        try:
+            return super().result(None if self.is_done_within(timeout) else 0)
+        finally:
+            del self  # a cycle: an error that is raised here holds this frame, and the future the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, if it is one. RuntimeError as for `result`."""
@@ -161,6 +165,8 @@ class CallFuture(Future[T], Generic[R, T]):
                 result = self._finish(outcome)
             except Exception as raised:  # any error (also: out of device memory) is for the caller to see
                 error = raised
+        if isinstance(error, AttnServeError):
+            error = error.with_traceback(None)  # a cycle: its frames hold the future
         if self.span is not None:
             self.span.end(error)
         try:

@@ -124,7 +124,8 @@ class StreamTransport:
         self._multiplexer.add(call, time.monotonic())
         try:
             if self._watcher is None:
-                self._watcher = self._begin_to_watch()
+                with DelayedInterrupt():  # or another would be started, if a handler raises
+                    self._watcher = self._begin_to_watch()
             self._advance(outcomes)
         except BaseException:  # no thread can be started, or a signal handler raises: nobody gets the future
             self._multiplexer.cancel(call)
@@ -237,7 +238,7 @@ class StreamTransport:
                     _settle(arrived.outcomes)
                 del arrived  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
-            status = status_from_rpc_error(error)
+            status = status_from_rpc_error(error.with_traceback(None))  # a cycle: it is the call that this frame has
         except Exception as error:  # malformed replies, or whatever else prevents reading them: no memory, a bug
             self._distrust(stream, rpc, error)
         with self._lock:

@@ -79,7 +79,7 @@ class UnaryTransport:
                 await asyncio.sleep(call.pause)
             outcome = await self._reply(call)
         except AttnServeError as error:
-            outcome = error.with_traceback(None)  # it would keep this frame and the call alive
+            outcome = error
         except Exception as error:  # asyncio would report it only when the task is collected
             outcome = ProtocolError(unreadable(error))
         call.future.settle(outcome)

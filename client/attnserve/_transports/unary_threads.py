@@ -97,7 +97,7 @@ class UnaryTransport:
         try:
             self._begin(call)
         except AttnServeError as error:
-            self._answer(call, error.with_traceback(None))  # it would keep this frame and the call alive
+            self._answer(call, error)
 
     def _try_again(self, call: _Call) -> None:
         call.timer = None
@@ -136,7 +136,7 @@ class UnaryTransport:
         try:
             self._take(call, rpc)
         except AttnServeError as error:
-            self._answer(call, error.with_traceback(None))
+            self._answer(call, error)
         except Exception as error:  # gRPC would only log it
             self._answer(call, ProtocolError(unreadable(error)))
 
