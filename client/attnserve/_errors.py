@@ -14,8 +14,8 @@
     ├── ProtocolError                               the server's answer makes no sense
     └── ClientClosedError                           the client was closed before the reply came
 
-In: a `google.rpc.Status`, as a stream's reply carries it, or a `grpc.RpcError`. Out: an error of the tree. Only codes
-and details decide which, never the text of a message.
+In: a `google.rpc.Status`, as a stream's reply carries it, or a `grpc.RpcError`. Out: an error of the tree. Codes and
+details decide which; the text of a message only where gRPC itself, which gives no details, finds one too long.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class InvalidRequestError(AttnServeError, ValueError):
     """
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
+    _is_of_reply = False
 
     def __init__(
         self,
@@ -271,11 +272,13 @@ def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None
     """
     if "larger than max" not in message:
         return None
-    if message.startswith("CLIENT: Received"):
-        return InvalidRequestError(
+    if "CLIENT: Received" in message:  # "Stream removed (CLIENT: ...)" in some versions
+        error = InvalidRequestError(
             f"the reply is longer than this client takes (grpc.max_receive_message_length): {message}", code=code
         )
-    if message.startswith("CLIENT: Sent"):
+        error._is_of_reply = True
+        return error
+    if "CLIENT: Sent" in message:
         return InvalidRequestError(
             f"the message is longer than this client sends (grpc.max_send_message_length): {message}", code=code
         )
@@ -283,6 +286,11 @@ def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None
     return InvalidRequestError(
         f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
     )
+
+
+def is_of_reply(error: AttnServeError) -> bool:
+    """Whether an error is that of a message that is too long, and that message is a reply."""
+    return isinstance(error, InvalidRequestError) and error._is_of_reply
 
 
 def _field(details: list[Message]) -> str | None:

@@ -149,6 +149,39 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert not multiplexer.wants_stream
 
 
+def test_replies_that_are_too_long_fail_only_their_calls(multiplexer: Multiplexer[Any]) -> None:
+    """Which reply it was gRPC does not say. Calls with long requests are not suspected for that."""
+    long_replies = {"b", "e", "f"}
+    for owner in "abcdefgh":
+        multiplexer.add(call(owner, padding=5000 if owner == "a" else 10), 0.0)
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "Stream removed (CLIENT: Received message larger than max (9 vs. 5))"
+    answered: list[str] = []
+    failed: list[str] = []
+    streams = 0
+    while len(multiplexer):
+        streams += 1
+        assert streams <= 2 + len(long_replies)
+        stream = multiplexer.opened(0.0)
+        while (sent := message(multiplexer, stream)) is not None:
+            assert message(multiplexer, stream) is None, "all of them, or one by one"
+            calls = {each.id: multiplexer._calls[each.id] for each in sent.calls}
+            if long_replies & {each.owner for each in calls.values()}:
+                outcomes = multiplexer.broken(stream, too_long, 0.0)
+                assert all(isinstance(error, InvalidRequestError) for _, error in outcomes)
+                failed += [each.owner for each, _ in outcomes]
+                break
+            replies = [Reply(call_id, DONE) for call_id in calls]
+            answered += [each.owner for each, _ in multiplexer.resolve(stream, replies, 0.0)]
+    assert set(failed) == long_replies
+    assert set(answered) == set("abcdefgh") - long_replies
+    for owner in "ij":  # nobody is suspected any more
+        multiplexer.add(call(owner), 0.0)
+    sent = message(multiplexer, multiplexer.opened(0.0))
+    assert sent is not None
+    assert len(sent.calls) == 2
+
+
 def test_a_stream_that_a_proxy_refuses_is_sent_again_after_a_pause(multiplexer: Multiplexer[Any]) -> None:
     """No message was too long: nothing fails for that, and no stream is opened at once."""
     for owner in "abc":

@@ -94,6 +94,7 @@ def test_a_message_that_grpc_refuses_is_too_long() -> None:
     ("message", "said"),
     [
         ("CLIENT: Received message larger than max (9 vs. 5)", "the reply is longer than this client takes"),
+        ("Stream removed (CLIENT: Received message larger than max (9 vs. 5))", "the reply is longer than this client"),
         ("CLIENT: Sent message larger than max (9 vs. 5)", "the message is longer than this client sends"),
     ],
 )

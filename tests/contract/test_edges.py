@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
 
 import accuracy
+import calls
 import grpc
 import ml_dtypes
 import numpy as np
@@ -18,7 +20,7 @@ from cases import BEYOND_FLOAT32, DTYPES, Case, Plan
 from conftest import Server
 
 import attnserve
-from attnserve import Client, InvalidRequestError
+from attnserve import AsyncClient, Client, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -327,6 +329,27 @@ def test_a_softcap_beyond_float32_spoils_no_scores(client: Client, dtype: str) -
     case = Plan(dtype=dtype, causal=True, softcap=1e39).case(3)
     for stage in oracle.STAGES:
         accuracy.check(case, case.attend(client, return_lse=True, return_scores=stage), stage)
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_reply_over_the_clients_own_limit_fails_its_call_alone(server: Server, transport: Any) -> None:
+    options = [("grpc.max_receive_message_length", 200_000)]
+    query, keys = np.ones((1, 1, 64), np.float32), np.ones((1, 10_000, 64), np.float32)
+    many = np.ones((8, 400, 4), np.float32)  # 5 MB of scores
+
+    def check(answered: Any, refused: Any) -> None:
+        assert isinstance(answered, attnserve.AttentionResult)
+        assert isinstance(refused, InvalidRequestError)
+        assert refused.limit is None
+        assert "the reply is longer than this client takes (grpc.max_receive_message_length)" in str(refused)
+
+    with Client(server.address, transport=transport, options=options, timeout=calls.PATIENCE_S) as client:
+        answered = client.submit(query, keys, keys)
+        refused = client.submit(many, many, many, return_scores="raw")
+        check(answered.result(), refused.exception())
+    async with AsyncClient(server.address, transport=transport, options=options, timeout=calls.PATIENCE_S) as in_tasks:
+        asked = in_tasks.attend(query, keys, keys), in_tasks.attend(many, many, many, return_scores="raw")
+        check(*await asyncio.gather(*asked, return_exceptions=True))
 
 
 def test_requests_that_are_too_large_for_any_server_are_refused(client: Client) -> None:

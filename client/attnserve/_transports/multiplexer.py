@@ -40,6 +40,7 @@ from attnserve._settings import retry
 from attnserve._transports.framing import cancellation, prefix
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.line import Line, by_priority
+from attnserve._transports.message_bounds import MessageBounds
 from attnserve._transports.waiting import Waiting
 
 T = TypeVar("T")
@@ -72,11 +73,11 @@ class Multiplexer(Generic[T]):
         """`replica` is told about the server's successes and failures; `others`: whether there are other servers."""
         self._policy = policy
         self._replica = replica
-        self._message_bytes = message_bytes
         self._others = others
         self._look = 0.0
         """When to look next whether another server would answer sooner what is not sent."""
         self._calls: dict[int, Call[T]] = {}
+        self._bounds = MessageBounds(self._calls, message_bytes)
         self._deadlines: Line[T] = Line(attrgetter("deadline"))
         self._ready: Line[T] = Line(by_priority)
         self._waiting: Waiting[T] = Waiting(policy, self._replica, self._calls)
@@ -189,7 +190,7 @@ class Multiplexer(Generic[T]):
 
     def next_message(self, stream: int, now: float) -> list[Buffer] | None:
         """The pieces of the next message for a stream: all calls that are ready, up to the bounds on size and number.
-        None if there is nothing to send.
+        None if there is nothing to send, or nothing yet.
         """
         if stream != self._stream or not (self._ready or self._cancelled):
             return None
@@ -199,10 +200,13 @@ class Multiplexer(Generic[T]):
         if self._cancelled:
             message.append(cancellation(self._cancelled[:MESSAGE_CALLS]))
             del self._cancelled[:MESSAGE_CALLS]
-        while self._ready and len(calls) < MESSAGE_CALLS:
+        most = MESSAGE_CALLS
+        if self._bounds.one_by_one and any(call.stream == stream for call in self._calls.values()):
+            most = 0
+        while self._ready and len(calls) < most:
             call = self._ready.next()
             if call.deadline > now:  # expired ones are left to `tick`
-                if calls and size + call.size > self._message_bytes:
+                if calls and not self._bounds.takes(size + call.size):
                     self._ready.join(call)
                     break
                 message.append(prefix(call, now))
@@ -281,12 +285,7 @@ class Multiplexer(Generic[T]):
                 self._leaving.append(call)
 
     def broken(self, stream: int, status: Status, now: float) -> list[Outcome[T]]:
-        """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream.
-
-        If gRPC ends a stream because a message was too long, its longest one was. If that held a single call, the call
-        fails and the others are sent again; if it held several, messages are shorter from now on. Either way there is
-        progress, so this needs no bound on retries.
-        """
+        """Handles the end of a stream. If the calls were not at fault, they are sent again on the next stream."""
         affected = [call for call in self._calls.values() if call.stream == stream]
         for call in affected:
             call.resent = True
@@ -301,18 +300,13 @@ class Multiplexer(Generic[T]):
         return outcomes
 
     def _too_long(self, affected: list[Call[T]], error: AttnServeError) -> list[Outcome[T]]:
-        """Handles the end of a stream on which one of the messages with these calls was too long."""
-        outcomes: list[Outcome[T]] = []
-        longest = max(affected, key=lambda call: call.message_size)
-        if longest.size < longest.message_size:
-            self._message_bytes = longest.message_size // 2
-        else:
-            outcomes.append(self._end(longest, error))
-            affected.remove(longest)
+        """Handles the end of a stream on which a message of these calls, or of their replies, was too long."""
+        guilty = self._bounds.too_long(affected, error)
         for call in affected:
-            call.stream = 0
-            self._ready.join(call)
-        return outcomes
+            if call is not guilty:
+                call.stream = 0
+                self._ready.join(call)
+        return [] if guilty is None else [self._end(guilty, error)]
 
     def _interrupted(
         self, stream: int, affected: list[Call[T]], status: Status, error: AttnServeError, now: float

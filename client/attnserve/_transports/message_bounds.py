@@ -1,0 +1,60 @@
+"""What a stream's next message may hold, and what follows when gRPC finds a message too long.
+
+In: the calls of a stream. Out: whether a message takes another of them; which call made a message too long. No I/O, no
+clock. gRPC ends a stream at a message over a limit, whether the server's, or one that the client's caller has set, and
+does not say which message it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, TypeVar
+
+from attnserve._errors import AttnServeError, is_of_reply
+from attnserve._transports.in_flight import Call
+
+T = TypeVar("T")
+
+
+class MessageBounds:
+    """The bounds on the messages of one stream, and of its successors."""
+
+    def __init__(self, calls: Container[int], message_bytes: int) -> None:
+        """`calls` are the ids of calls without an outcome; a message of several calls has at most `message_bytes`."""
+        self._calls = calls
+        self._message_bytes = message_bytes
+        self._suspects: list[int] = []
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a call is sent only when no other is in flight: one of them gets a reply that is too long."""
+        while self._suspects and self._suspects[-1] not in self._calls:
+            self._suspects.pop()
+        return bool(self._suspects)
+
+    def takes(self, size: int) -> bool:
+        """Whether a message may hold several calls, of so many bytes in all."""
+        return size <= self._message_bytes and not self.one_by_one
+
+    def too_long(self, affected: Sequence[Call[T]], error: AttnServeError) -> Call[T] | None:
+        """The call that made a message too long, of those in flight; the others are to be sent again. None if that is
+        not known, and all are.
+
+        If the longest message that was sent held a single call, it was that; if it held several, messages are shorter
+        from now on. A reply was for any of them: they are sent one by one. So each time there is progress, and retries
+        need no bound.
+        """
+        if is_of_reply(error):
+            if len(affected) == 1:
+                return affected[0]
+            self._suspects += [call.id for call in affected]
+            return None
+        longest = max(affected, key=_message_size)
+        if longest.size < longest.message_size:
+            self._message_bytes = longest.message_size // 2
+            return None
+        return longest
+
+
+def _message_size(call: Call[Any]) -> int:
+    return call.message_size
