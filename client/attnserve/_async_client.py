@@ -7,6 +7,7 @@ In: the arguments of an operation. Out: its result, or a future of it. The parts
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
@@ -41,7 +42,8 @@ class AsyncClient:
 
     It belongs to the loop in which it is first used, and raises RuntimeError in others; gRPC supports only one event
     loop per process. Otherwise everything is as with `Client`, except that it must be closed: it is not closed when it
-    is garbage-collected. Names are first looked up by `async with`, or else by the first call.
+    is garbage-collected, which a ResourceWarning then says. Names are first looked up by `async with`, or else by the
+    first call.
 
     A process that has one, or had one that is not collected yet, should spawn processes, not fork: in the child of a
     fork every call of an `AsyncClient`, even a new one, raises `ClientClosedError`, since gRPC has no asyncio there.
@@ -231,6 +233,10 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends the connection. Calls in flight fail with `ClientClosedError`."""
         await self._calls.close()
+
+    def __del__(self) -> None:
+        if (calls := self.__dict__.get("_calls")) is not None and calls.is_connected:
+            warnings.warn(f"{self!r} was not closed: its connections stay open", ResourceWarning, 2, self)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._calls.servers.is_closed else ""

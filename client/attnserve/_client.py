@@ -172,8 +172,9 @@ class Client:
 
         Arguments are those of `attend`. Cancelling the future also tells the server; finalizers (``__del__``) and
         signal handlers may do that, but nothing else with a client. Errors in the arguments themselves are raised here,
-        all others by the future. Callbacks of the future run in a thread of the client, one after the other: they must
-        be quick, and must not wait for another call of this client, but may close it.
+        all others by the future. The first call waits here until a name of servers is looked up. Callbacks of the
+        future run in a thread of the client, one after the other: they must be quick, and must not wait for another
+        call of this client, but may close it.
         """
         arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout

@@ -1,9 +1,10 @@
-"""The memory of messages, which the C library is to keep once it is freed.
+"""Messages put together, and their memory, which the C library is to keep once it is freed.
 
-In: the size of each message that is sent or received. Out: nothing. By default glibc returns memory to the system that
-is soon needed again, and each page then faults, and is filled with zeros, before it is written: on a virtual machine
-that takes longer than all else that a client does to send a message of 1 MB (docs/performance.md). glibc keeps more in
-a process that has freed a large block; so one is freed here, without ever being written to.
+In: the pieces of each message that is sent, and the size of each that is received. Out: the messages. By default glibc
+returns memory to the system that is soon needed again, and each page then faults, and is filled with zeros, before it
+is written: on a virtual machine that takes longer than all else that a client does to send a message of 1 MB
+(docs/performance.md). glibc keeps more in a process that has freed a large block; so one is freed here, without ever
+being written to.
 """
 
 from __future__ import annotations

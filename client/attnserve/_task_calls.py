@@ -78,12 +78,15 @@ class Calls:
     async def close(self) -> None:
         """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`. Once
         begun, closing completes even if the caller is cancelled; if all tasks of the loop were cancelled, the next call
-        completes it.
+        completes it. RuntimeError in another loop while that of the connections lives.
         """
         if self._process.is_another:
             return
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and not self._loop.is_closed():
+            self._check_loop(loop)
         if self._end is None or self._end.cancelled():
-            self._end = asyncio.get_running_loop().create_task(self._close())
+            self._end = loop.create_task(self._close())
         await asyncio.shield(self._end)
 
     async def _close(self) -> None:
@@ -94,6 +97,12 @@ class Calls:
         await asyncio.gather(*(connection.close() for connection in connections))
         await asyncio.gather(*self._looking, return_exceptions=True)
         await asyncio.gather(*self._closing)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are connections that only `close` ends."""
+        loop = self._loop
+        return not (loop is None or loop.is_closed() or self.servers.is_closed or self._process.is_another)
 
     def seconds(self, timeout: Timeout) -> float | None:
         """How many seconds a call may take: as its caller says, or else the client. InvalidRequestError if that is no
@@ -127,9 +136,13 @@ class Calls:
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
         """A future. RuntimeError in a loop other than that of the connections: nothing would settle it."""
         future = CallFuture(finish)
-        if self._loop is not None and self._loop is not future.get_loop():
-            raise RuntimeError("the client belongs to another event loop, in which it was first used")
+        self._check_loop(future.get_loop())
         return future
+
+    def _check_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """RuntimeError if the connections belong to another loop."""
+        if self._loop is not None and self._loop is not loop:
+            raise RuntimeError("the client belongs to another event loop, in which it was first used")
 
     def _call_future(self, finish: Callable[[Any], T], path: str, parent: Context | None) -> CallFuture[Any, T]:
         """The future of a call of the method at `path`, with its span. RuntimeError as for `_future`."""

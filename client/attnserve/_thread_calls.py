@@ -43,7 +43,7 @@ from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
 from attnserve._transports.connection import Route, to_anyhow
 from attnserve._transports.in_flight import Call
-from attnserve._transports.locks import Held
+from attnserve._transports.locks import LockHeld
 from attnserve._transports.thread_connection import Connection
 from attnserve._transports.thread_future import CallFuture, later
 from attnserve._transports.threads import StreamFuture
@@ -195,7 +195,7 @@ class Calls:
 
 def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
     if not waits:  # the next operation begins here, and takes locks
-        raise Held
+        raise LockHeld
     return transaction.cancel()
 
 

@@ -5,6 +5,7 @@ So does one made from another loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -112,6 +113,34 @@ def test_another_loop(transport: Transport) -> None:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="another event loop"):
                 asyncio.run(attend(client))
+
+
+async def test_closing_in_another_loop(server: Server, transport: Transport) -> None:
+    """It ends nothing, and the client's own loop can still close it."""
+    client = AsyncClient(server.address, transport=transport)
+    await output(client.submit(*[array(2)] * 3))
+    with pytest.raises(RuntimeError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, client.close())
+    await output(client.submit(*[array(2)] * 3))
+    await client.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_client_that_nobody_closes_says_so(server: Server, transport: Transport) -> None:
+    client = AsyncClient(server.address, transport=transport)
+    await output(client.submit(*[array(2)] * 3))
+    calls = client._calls
+    with pytest.warns(ResourceWarning, match=r"^AsyncClient\('127.*'\) was not closed"):
+        del client
+        gc.collect()
+    await calls.close()
+    del calls
+    closed = AsyncClient(server.address, transport=transport)
+    await output(closed.submit(*[array(2)] * 3))
+    await closed.close()
+    unused = AsyncClient(server.address, transport=transport)
+    del closed, unused  # no word of these
+    gc.collect()
 
 
 async def test_an_operation_on_a_cache_in_another_loop(server: Server, transport: Transport) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attnserve._caching.plans import Plan, Steps
 from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction
-from attnserve._caching.turns import Line, Turn, Turns
+from attnserve._caching.turns import CacheLine, Turn, Turns
 from attnserve._requests import cache_requests
 from attnserve._requests.cache_requests import CacheInfo
 
@@ -50,7 +50,12 @@ class Asked(Turn):
     """A turn that reports when it begins, or is too late."""
 
     def __init__(
-        self, lines: list[Line], alone: bool, deadline: float, begin: Callable[[], object], end: Callable[[], object]
+        self,
+        lines: list[CacheLine],
+        alone: bool,
+        deadline: float,
+        begin: Callable[[], object],
+        end: Callable[[], object],
     ) -> None:
         super().__init__(lines, alone, deadline)
         self._begin, self._end = begin, end
@@ -62,7 +67,7 @@ class Asked(Turn):
         self._end()
 
 
-def turn(lines: list[Line], alone: bool, begin: Callable[[], object], deadline: float = inf) -> Turn:
+def turn(lines: list[CacheLine], alone: bool, begin: Callable[[], object], deadline: float = inf) -> Turn:
     return Asked(lines, alone, deadline, begin, bool)
 
 
@@ -73,7 +78,7 @@ operations = st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.boole
 def test_what_changes_a_cache_has_it_alone_and_all_begin_in_their_order(
     asked: list[tuple[set[int], bool]], data: st.DataObject
 ) -> None:
-    turns, lines = Turns(Clock().later), [Line() for _ in range(4)]
+    turns, lines = Turns(Clock().later), [CacheLine() for _ in range(4)]
     running: list[int] = []
     begun: list[int] = []
 
@@ -108,7 +113,7 @@ def test_what_changes_a_cache_has_it_alone_and_all_begin_in_their_order(
 
 def test_readers_that_come_behind_a_writer_do_not_pass_it_and_then_read_side_by_side() -> None:
     begun: list[str] = []
-    turns, line = Turns(Clock().later), Line()
+    turns, line = Turns(Clock().later), CacheLine()
     reader, writer, late, later = (
         turn([line], alone, partial(begun.append, name))
         for name, alone in (("reader", False), ("writer", True), ("late reader", False), ("later reader", False))
@@ -124,7 +129,7 @@ def test_readers_that_come_behind_a_writer_do_not_pass_it_and_then_read_side_by_
 
 def test_one_that_gives_up_waiting_lets_others_pass() -> None:
     begun: list[Any] = []
-    turns, lines = Turns(Clock().later), [Line(), Line()]
+    turns, lines = Turns(Clock().later), [CacheLine(), CacheLine()]
     first = turn(lines[:1], True, partial(begun.append, 1))
     second = turn(lines, True, partial(begun.append, 2))
     third = turn(lines[1:], True, partial(begun.append, 3))
@@ -141,7 +146,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """One timer watches them all, and is gone when nothing waits: it would keep the client alive."""
     now = 0.0
     monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
-    clock, line = Clock(), Line()
+    clock, line = Clock(), CacheLine()
     turns = Turns(clock.later)
     expired: list[float] = []
     first = turn([line], True, bool, deadline=5.0)
@@ -173,7 +178,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_one_that_waits_expires_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
-    clock, line = Clock(), Line()
+    clock, line = Clock(), CacheLine()
     turns = Turns(clock.later)
     turns.take(turn([line], True, bool))
     expired: list[bool] = []
@@ -185,7 +190,7 @@ def test_the_last_one_that_waits_expires_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_an_interrupt_kept_from_beginning_begins_in_another_thread() -> None:
-    clock, line = Clock(), Line()
+    clock, line = Clock(), CacheLine()
     turns = Turns(clock.later)
     begun: list[str] = []
 
@@ -206,7 +211,7 @@ def test_what_an_interrupt_kept_from_beginning_begins_in_another_thread() -> Non
 
 
 def test_an_interrupt_as_one_begins_keeps_nobody_else_from_it() -> None:
-    turns, line = Turns(Clock().later), Line()
+    turns, line = Turns(Clock().later), CacheLine()
     begun: list[int] = []
 
     def interrupted() -> None:
@@ -254,7 +259,7 @@ def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None
 
 
 def test_turns_that_end_as_they_begin_may_be_many() -> None:
-    turns, line = Turns(Clock().later), Line()
+    turns, line = Turns(Clock().later), CacheLine()
     ended: list[int] = []
     first = turn([line], True, bool)
     turns.take(first)

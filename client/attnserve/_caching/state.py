@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Final, NoReturn, TypeAlias
 
-from attnserve._caching.turns import Line, Turns
+from attnserve._caching.turns import CacheLine, Turns
 from attnserve._requests import cache_requests
 from attnserve._requests.cache_requests import CacheInfo
 
@@ -30,7 +30,7 @@ class CacheState:
         """The tokens of each layer, as of the last operation that succeeded. Changed in a turn only."""
         self.ids: Final = itertools.count(secrets.randbits(63) + 1)
         """Ids by which the server recognises repeated appends and truncations; different from any other client's."""
-        self.line: Final = Line()
+        self.line: Final = CacheLine()
         """The operations that use or wait for the cache."""
         self.turns: Final = turns
         """The turns of its client."""

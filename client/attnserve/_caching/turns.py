@@ -25,7 +25,7 @@ class Timer(Protocol):
         """Cancels the call."""
 
 
-class Line:
+class CacheLine:
     """The operations that use or wait for a cache, in the order in which they were asked for."""
 
     __slots__ = ("_turns",)
@@ -73,7 +73,7 @@ class Turn(ABC):
 
     __slots__ = ("alone", "called", "deadline", "left", "lines")
 
-    def __init__(self, lines: Sequence[Line], alone: bool, deadline: float) -> None:
+    def __init__(self, lines: Sequence[CacheLine], alone: bool, deadline: float) -> None:
         self.lines: Final = lines
         """The lines of its caches, each once."""
         self.alone: Final = alone

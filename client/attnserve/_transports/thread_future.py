@@ -18,7 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from attnserve._errors import AttnServeError
 from attnserve._tracing import CallSpan
 from attnserve._transports.interrupts import DelayedInterrupt
-from attnserve._transports.locks import Held
+from attnserve._transports.locks import LockHeld
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Withdraw(Protocol):
     """Makes the transport forget a call; false if the call already has its outcome."""
 
     def __call__(self, *, waits: bool) -> bool:
-        """Raises `Held` if it would have to wait for a lock, but `waits` is false."""
+        """Raises `LockHeld` if it would have to wait for a lock, but `waits` is false."""
 
 
 def _withdrawn_already(*, waits: bool) -> bool:
@@ -106,7 +106,7 @@ class CallFuture(Future[T], Generic[R, T]):
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:
             self._give_up(withdraw, span, waits=False)
-        except Held:
+        except LockHeld:
             with suppress(RuntimeError):  # no thread can be started: the call goes on until its outcome arrives
                 later(0.0, partial(self._give_up, withdraw, span, waits=True))
         return True
@@ -114,7 +114,7 @@ class CallFuture(Future[T], Generic[R, T]):
     def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
         if span is not None:
             if not waits:  # span processors have locks, too
-                raise Held
+                raise LockHeld
             span.end(CancelledError())
         if withdraw(waits=waits):
             self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
