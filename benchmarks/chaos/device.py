@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from attnserve import AttnServeError, Client, UnavailableError
-from attnserve_server.scheduling.watchdog import FAILED
+from attnserve_server.exit_statuses import DEVICE_FAILED
 from benchmarks.chaos.callers import PATIENCE_S, Tally, in_threads
 from benchmarks.chaos.faulty import FAULTS
 from benchmarks.chaos.outcome import Figure, exactly
@@ -92,7 +92,7 @@ def run(minutes: float) -> list[Figure]:
             endings = dict(zip(CASES, pool.map(_break, faults, victims), strict=True))
     watched = [ending.watched for case, ending in endings.items() if case != ON_THE_LOOP]
     return [
-        *(exactly(f"exit status, {case}", ending.status, FAILED) for case, ending in endings.items()),
+        *(exactly(f"exit status, {case}", ending.status, DEVICE_FAILED) for case, ending in endings.items()),
         exactly("servers whose log says why", sum(ending.says_why for ending in endings.values()), len(CASES)),
         exactly("servers whose liveness failed, of those that could say so", sum(watched), len(watched)),
         Figure("calls answered before", sum(ending.answered for ending in endings.values()), at_least=20 * len(CASES)),

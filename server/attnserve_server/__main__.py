@@ -2,8 +2,7 @@
 
 In: flags and environment variables (see `settings.command_line`). Out: a running server, until it is told to stop.
 Standard output says what it runs on and with which settings (see `startup`), and finally that it is ready; log lines go
-to standard error. Exit status: 0 after a drain, 3 if the grace period ended before the work did, 4 if the device
-failed, 2 if a setting is wrong, 1 if the server cannot start.
+to standard error. Exit status: 0 after a drain; the others are in `exit_statuses`.
 `attnserve-server layers check` and `attnserve-server token` start nothing: see `layers.check` and `access.tokens`.
 
 Nothing is imported here that takes long: a signal may come as soon as the process has begun.

@@ -10,11 +10,11 @@ import logging
 import os
 import signal
 
+from attnserve_server.exit_statuses import CUT_OFF, DEVICE_FAILED
 from attnserve_server.host.event_loop import EventLoop
 from attnserve_server.observability import logs, scraped
 from attnserve_server.observability.tracing import endpoint_of, shown
 from attnserve_server.scheduling.opening import batch_flops
-from attnserve_server.scheduling.watchdog import FAILED
 from attnserve_server.server import OpenDevice, Server, configured_device
 from attnserve_server.settings import units
 from attnserve_server.settings.config import Config
@@ -22,9 +22,6 @@ from attnserve_server.startup import Startup
 from attnserve_server.stop_signals import STOP_SIGNALS, exit_at_once
 
 logger = logging.getLogger(__name__)
-
-CUT_OFF = 3
-"""The exit status if the server did not wait until its work was done."""
 
 
 def run(config: Config, open_device: OpenDevice = configured_device) -> None:
@@ -93,7 +90,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
             signal.signal(number, signal.SIG_IGN)
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
-        return FAILED, True
+        return DEVICE_FAILED, True
     if interrupted.is_set() and server.cuts_off:
         logger.warning("interrupted while draining: what was in flight is cut off")
         return CUT_OFF, True

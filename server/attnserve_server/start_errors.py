@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from attnserve_server.exit_statuses import CANNOT_START, WRONG_SETTING
+
 
 class StartError(Exception):
     """The server cannot start. The message is one line for whoever started it."""
 
-    exit_status = 1
+    exit_status = CANNOT_START
 
 
 class UsageError(StartError):
     """The command line is invalid."""
 
-    exit_status = 2
+    exit_status = WRONG_SETTING
 
 
 class ConfigError(UsageError):

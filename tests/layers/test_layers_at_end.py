@@ -13,7 +13,7 @@ from conftest import POOL, Server
 from scores import PATIENCE_S, write
 
 from attnserve import Client, UnavailableError
-from attnserve_server.serving import CUT_OFF
+from attnserve_server.exit_statuses import CUT_OFF
 
 
 def test_reading_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import attention_pb2_grpc, caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
+from attnserve_server.exit_statuses import CUT_OFF
 from attnserve_server.server import Server as Stopped
 from attnserve_server.server import configured_device
-from attnserve_server.serving import CUT_OFF
 from attnserve_server.settings.config import Config
 
 if TYPE_CHECKING:

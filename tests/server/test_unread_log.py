@@ -19,7 +19,7 @@ from conftest import POOL
 from environment import ENVIRONMENT
 from full_pipe import FullPipe
 
-from attnserve_server.scheduling.watchdog import FAILED
+from attnserve_server.exit_statuses import DEVICE_FAILED
 
 BAD = messages.random_attend(0, kv_lengths=np.array([99])).SerializeToString()
 REFUSED = 20
@@ -109,7 +109,7 @@ def test_a_loop_that_is_stuck_ends_the_process_though_its_log_is_not_read(pipe: 
             refuse(channel)
         asking = threading.Thread(target=pytest.raises, args=(OSError, calls.get, server.http_address, "/healthz"))
         asking.start()
-        assert server.process.wait(ENDS_WITHIN_S) == FAILED
+        assert server.process.wait(ENDS_WITHIN_S) == DEVICE_FAILED
         asking.join()
 
 
@@ -121,7 +121,7 @@ def test_it_ends_with_a_word_in_the_log_where_that_is_read(pipe: FullPipe) -> No
         reading.start()
         asking = threading.Thread(target=pytest.raises, args=(OSError, calls.get, server.http_address, "/healthz"))
         asking.start()
-        assert server.process.wait(ENDS_WITHIN_S) == FAILED
+        assert server.process.wait(ENDS_WITHIN_S) == DEVICE_FAILED
         asking.join()
         reading.join()
     assert said[0].endswith("the event loop has been stuck for 1 s; ending, so that it is started again\n")
@@ -167,4 +167,4 @@ threading.Event().wait()
 
 def test_a_process_ends_though_it_cannot_log() -> None:
     done = subprocess.run([sys.executable, "-c", HOLDING], env=ENVIRONMENT, timeout=ENDS_WITHIN_S, check=False)
-    assert done.returncode == FAILED
+    assert done.returncode == DEVICE_FAILED

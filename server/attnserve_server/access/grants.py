@@ -26,6 +26,7 @@ from typing import Any, Final, get_args
 from attnserve_server.access.callers import MAX_NAME, Caller, Role
 from attnserve_server.access.tokens import digest, parse_hash
 from attnserve_server.access.watched import WatchedFiles
+from attnserve_server.exit_statuses import WRONG_SETTING
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _KEY_BYTES: Final = 8
 class GrantsError(StartError):
     """The callers file cannot be used. The message says where it is wrong, and quotes no hash."""
 
-    exit_status = 2
+    exit_status = WRONG_SETTING
 
 
 @dataclass(frozen=True, slots=True)

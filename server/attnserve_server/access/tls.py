@@ -20,6 +20,7 @@ from typing import Any, Final
 import grpc
 
 from attnserve_server.access.watched import WatchedFiles
+from attnserve_server.exit_statuses import WRONG_SETTING
 from attnserve_server.start_errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _NO_CHECK_TIME: Final = 0x200000
 class TlsError(StartError):
     """The certificate, the key or the authorities cannot be used."""
 
-    exit_status = 2
+    exit_status = WRONG_SETTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from attnserve_server.exit_statuses import DEVICE_FAILED
+
 if TYPE_CHECKING:
     from attnserve_server.scheduling.engine import Engine
 
@@ -26,9 +28,6 @@ BEATS: Final = 20
 LONGEST_BEAT_S: Final = 5.0
 SLOWEST_FLOPS: Final = 1e8
 """FLOP/s that any device reaches on any request: a tenth of what one slow core does with narrow heads."""
-FAILED: Final = 4
-"""The exit status of a server whose device failed."""
-
 
 LAST_WORDS_S: Final = 1.0
 """How long the end waits until the log says why."""
@@ -41,7 +40,7 @@ def end(why: str) -> None:
         saying.start()
         saying.join(LAST_WORDS_S)
     finally:
-        os._exit(FAILED)
+        os._exit(DEVICE_FAILED)
 
 
 def _say(why: str) -> None:
