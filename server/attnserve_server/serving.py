@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
 from attnserve_server.exit_statuses import CUT_OFF, DEVICE_FAILED
 from attnserve_server.host.event_loop import EventLoop
@@ -57,18 +58,8 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
         grpc_address, http_address = await server.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, interrupt if number == signal.SIGINT else stopping.set)
-        for layer in server.registry.all():
-            size = layer.specification.parameter_bytes()
-            startup.say("layer", f"{layer.name}, {layer.specification.kind}, {layer.outline}, {size} bytes")
-        device = server.device
-        threads = f", {device.threads} threads" * bool(device.threads)
-        startup.say("computes_on", f"{device.name}, {device.description}{threads}")
-        startup.say("kernels", ", ".join(name for name, _ in device.kernels()))
-        if endpoint := endpoint_of(config, os.environ):
-            startup.say("traces_to", shown(endpoint) if server.tracing is not None else "nowhere, see the log")
-        startup.say("cache_pool", units.format_size(server.caches.store.pool_bytes))
-        startup.say("largest_request", f"{units.format_count(server.limits.max_request_flops)} FLOPs")
-        startup.say("largest_batch", f"{units.format_count(batch_flops(config))} FLOPs")
+        for fact, value in _facts(config, server):
+            startup.say(fact, value)
         startup.say("ready", f"grpc={grpc_address} http={http_address}", grpc=grpc_address, http=http_address)
         failed = asyncio.create_task(server.engine.failed.wait())
         hurried = asyncio.create_task(interrupted.wait())
@@ -88,10 +79,31 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
         for number in STOP_SIGNALS:  # another signal must not kill a clean ending
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+    return _ending(server, interrupted.is_set())
+
+
+def _facts(config: Config, server: Server) -> Iterator[tuple[str, str]]:
+    """What a server that has started serves, on what, and within which bounds: names and values."""
+    for layer in server.registry.all():
+        size = layer.specification.parameter_bytes()
+        yield "layer", f"{layer.name}, {layer.specification.kind}, {layer.outline}, {size} bytes"
+    device = server.device
+    threads = f", {device.threads} threads" * bool(device.threads)
+    yield "computes_on", f"{device.name}, {device.description}{threads}"
+    yield "kernels", ", ".join(name for name, _ in device.kernels())
+    if endpoint := endpoint_of(config, os.environ):
+        yield "traces_to", shown(endpoint) if server.tracing is not None else "nowhere, see the log"
+    yield "cache_pool", units.format_size(server.caches.store.pool_bytes)
+    yield "largest_request", f"{units.format_count(server.limits.max_request_flops)} FLOPs"
+    yield "largest_batch", f"{units.format_count(batch_flops(config))} FLOPs"
+
+
+def _ending(server: Server, interrupted: bool) -> tuple[int, bool]:
+    """How a server that has stopped ended, which the log is told: what `_serve` returns."""
     if server.engine.failure is not None:
         logger.critical("%s; ending, so that the server is started again", server.engine.failure)
         return DEVICE_FAILED, True
-    if interrupted.is_set() and server.cuts_off:
+    if interrupted and server.cuts_off:
         logger.warning("interrupted while draining: what was in flight is cut off")
         return CUT_OFF, True
     if server.engine.is_computing:
