@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 from attnserve_server.access.callers import Callers
@@ -14,6 +15,7 @@ from attnserve_server.rpc.open_rpcs import OpenRpcs
 from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Rpcs
 from attnserve_server.rpc.stream import Streams
+from attnserve_server.rpc.unread import UnreadReplies
 
 if TYPE_CHECKING:
     from attnserve_server.rpc.calls import Read
@@ -40,9 +42,14 @@ def due_messages(
     return MessagesDue(most_of_one, None, max_time, unhurried)
 
 
+def unread_of(metrics: Metrics) -> UnreadReplies:
+    """Replies that need not be read."""
+    return UnreadReplies(inf, ANYBODY, endings_of(metrics))
+
+
 def rpcs_of(metrics: Metrics) -> Rpcs:
     """RPCs whose replies need not be read."""
-    return Rpcs(ANYBODY, metrics, endings_of(metrics), due_messages(), None)
+    return Rpcs(ANYBODY, metrics, endings_of(metrics), due_messages(), unread_of(metrics))
 
 
 def streams_of(
@@ -65,5 +72,5 @@ def streams_of(
         reading_turns=ReadingTurns(),
         tracing=None,
         fast_path=None,
-        unread=None,
+        unread=unread_of(metrics),
     )

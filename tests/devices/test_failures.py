@@ -119,6 +119,12 @@ class LeftContext:
     async def read(self) -> object:
         return self._messages.pop() if self._messages else grpc.aio.EOF
 
+    def peer(self) -> str:
+        return "here"
+
+    async def send_initial_metadata(self, _: object) -> None:
+        pass
+
     async def write(self, _: bytes) -> None:
         raise grpc.aio.InternalError("Failed 'execute_batch'")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
+from rpcs import unread_of
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.rpc.fast_path import Answered
@@ -28,6 +29,9 @@ class Unread:
         self.messages: list[pb.AttendStreamResponse] = []
         self._left: asyncio.Future[None] | None = None
 
+    def peer(self) -> str:
+        return ME
+
     async def write(self, message: bytes) -> None:
         self.messages.append(pb.AttendStreamResponse.FromString(message))
         self._left = asyncio.get_running_loop().create_future()
@@ -46,7 +50,7 @@ class Sending:
     def __init__(self) -> None:
         self.bench = Bench(HeldDevice(BESIDE))
         self.context: Any = Unread()
-        self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics, None)
+        self.outbox = Outbox(self.context, self.bench.engine, self.bench.metrics, unread_of(self.bench.metrics))
 
     def put(self, number: int) -> None:
         """Adds a reply to a request that the server still holds."""

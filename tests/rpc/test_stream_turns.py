@@ -52,6 +52,12 @@ class ListedContext:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "here"
+
+    async def send_initial_metadata(self, _: object) -> None:
+        pass
+
 
 class Reading:
     """Streams that serve one message of many calls each, and a record of what happens meanwhile."""

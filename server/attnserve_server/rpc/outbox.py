@@ -47,13 +47,13 @@ class Outbox:
         context: aio.ServicerContext[bytes, bytes],
         engine: Engine,
         metrics: Metrics,
-        unread: UnreadReplies | None,
+        unread: UnreadReplies,
     ) -> None:
         self._context = context
         self._engine = engine
         self._metrics = metrics
         self._unread = unread
-        self._peer = "" if unread is None else context.peer()
+        self._peer = context.peer()
         self._late = False
         self._unsent: deque[Unsent] = deque()
         self._writing: EagerCoroutine | None = None
@@ -119,7 +119,7 @@ class Outbox:
         try:
             while self._unsent:
                 unsent, size = self._next()
-                sending = None if self._unread is None else self._unread.begin(self._peer, size, self._is_late)
+                sending = self._unread.begin(self._peer, size, self._is_late)
                 try:
                     await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
                     self._metrics.sent(size)
@@ -130,8 +130,7 @@ class Outbox:
                         self.kept += [StillHeld.of(each) for each in held]
                     else:
                         self._engine.release(*held)
-                    if self._unread is not None and sending is not None:
-                        self._unread.end(sending)
+                    self._unread.end(sending)
                     del held
                     del unsent  # a request keeps its layer alive
                     self.progress.set()

@@ -71,12 +71,10 @@ class Rpcs:
         metrics: Metrics,
         endings: Endings,
         messages_due: MessagesDue,
-        unread: UnreadReplies | None,
+        unread: UnreadReplies,
         tracing: Tracing | None = None,
     ) -> None:
-        """`unread` ends unary calls whose replies are not read; None if these may wait for ever. `tracing` records
-        unary calls; None if nothing does.
-        """
+        """`unread` ends unary calls whose replies are not read. `tracing` records unary calls; None if nothing does."""
         self.callers = callers
         self.endings = endings
         self._metrics = metrics
@@ -143,7 +141,7 @@ class Rpcs:
 
     def watched(self, operation: str, handler: Handler) -> Handler:
         """A handler of unary RPCs (which takes a stream of messages) whose replies are to be read in time."""
-        return handler if self._unread is None else self._unread.watched(operation, handler)
+        return self._unread.watched(operation, handler)
 
     def answering(
         self,

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Final
 
 from grpc import aio
@@ -95,9 +96,7 @@ class Services:
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
         endings = Endings(metrics, parts.refusals)
-        unread = None
-        if config.max_unread_time:
-            unread = UnreadReplies(config.max_unread_time, callers, endings)
+        unread = UnreadReplies(config.max_unread_time or inf, callers, endings)
         rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread, parts.tracing)
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (

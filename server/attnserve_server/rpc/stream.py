@@ -74,8 +74,8 @@ class Streams:
     """Records the calls; None if nothing does."""
     fast_path: FastPath | None
     """Answers messages as a whole, unless calls are recorded; None if nothing does."""
-    unread: UnreadReplies | None
-    """Ends streams whose replies are not read; None if these may wait for ever."""
+    unread: UnreadReplies
+    """Ends streams whose replies are not read."""
 
 
 class CallStream:
@@ -113,8 +113,7 @@ class CallStream:
         """Serves the stream to its end. Raises RequestError if the caller sends a malformed message, or does not read
         its replies.
         """
-        if self._unread is not None:
-            await self._begin()
+        await self._begin()
         self._reader = asyncio.create_task(self._read())
         if self._ended:
             self._reader.cancel()
@@ -125,8 +124,7 @@ class CallStream:
                 self._outbox.broken.result()
             whole.result()
         except RepliesUnread:
-            if self._unread is not None:
-                self._unread.bid_farewell(self._context.peer())
+            self._unread.bid_farewell(self._context.peer())
             raise
         finally:
             self._gone = True

@@ -58,7 +58,7 @@ class Sending:
 
 
 class UnreadReplies:
-    """All replies that are being sent, and how long they may take, in seconds."""
+    """All replies that are being sent, and how long they may take, in seconds; infinity is no bound."""
 
     def __init__(self, max_time: float, callers: Callers, endings: Endings) -> None:
         self._max_time = max_time
@@ -80,7 +80,7 @@ class UnreadReplies:
         """A reply of `size` bytes begins to be sent; the arguments are those of `Sending`."""
         sending = Sending(peer, size, self._loop.time(), late, call)
         self._sending[sending] = None
-        if self._next_look is None:
+        if self._next_look is None and self._max_time < inf:
             self._next_look = self._loop.call_later(self._max_time, self._look)
         return sending
 
