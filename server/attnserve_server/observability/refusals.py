@@ -12,13 +12,13 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from time import monotonic
 from typing import Any, Final
 
 import grpc
 from grpc import aio
 
-from attnserve._fields import cached
 from attnserve_server.errors import RequestError
 from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.rate_limit import RateLimit
@@ -60,7 +60,7 @@ def request_id(kind: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
     return f"{kind}-{next(_numbers)}"
 
 
-@cached(64)
+@cache
 def _level_of(error: type[RequestError | NoRoom]) -> int:
     """The log level of a kind of error. Cached: hashing a status code is a call into Python, and floods come here."""
     return _LEVELS.get(error.code, logging.INFO)
@@ -82,7 +82,7 @@ class Refusals:
 
         `request_id` is called only if a line is written.
         """
-        level = _level_of(type(error))
+        level = _level_of(type(error))  # type: ignore[arg-type]  # mypy takes no union of classes to be hashable
         if not level or not logger.isEnabledFor(level):
             return
         now = self._clock()

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from grpc import aio
 
 from attnserve_server.errors import InvalidRequest, Overloaded
 from attnserve_server.no_room import too_many_unsent
 from attnserve_server.rpc.open_rpcs import OpenRpcs
-
-Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 CROWDED_S: Final = 0.5
 """How many seconds a message may take where few may take longer, and as many do."""
@@ -41,7 +39,7 @@ class MessagesDue:
         self._max_time = max_time
         self._unhurried = unhurried
 
-    async def message(self, context: Context, share: Hashable | None) -> bytes:
+    async def message(self, context: aio.ServicerContext[bytes, bytes], share: Hashable | None) -> bytes:
         """The message of a unary call to a handler that takes a stream of them.
 
         Raises InvalidRequest if none comes, and Overloaded if too many calls wait for theirs. What has come of a
@@ -60,7 +58,9 @@ class MessagesDue:
                 self._unhurried.end(share)
 
 
-async def _message(context: Context, max_time: float | None, late: Overloaded | None = None) -> bytes:
+async def _message(
+    context: aio.ServicerContext[bytes, bytes], max_time: float | None, late: Overloaded | None = None
+) -> bytes:
     """The message, within so many seconds. Raises InvalidRequest, or `late` if it takes longer."""
     try:
         async with asyncio.timeout(max_time):

@@ -38,7 +38,7 @@ from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
 from attnserve_server.rpc.reading_turns import MAX_TURN_SECONDS, ReadingTurns
-from attnserve_server.rpc.rpcs import when_sent
+from attnserve_server.rpc.rpcs import Context, when_sent
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -81,7 +81,7 @@ class Streams:
 class CallStream:
     """One AttendStream RPC of a caller that may use the service."""
 
-    def __init__(self, streams: Streams, caller: Caller, context: aio.ServicerContext[bytes, bytes]) -> None:
+    def __init__(self, streams: Streams, caller: Caller, context: Context) -> None:
         self._engine = streams.engine
         self._metrics = streams.metrics
         self._readers = streams.readers
