@@ -18,9 +18,10 @@ import torch
 
 from attnserve import Cache as RemoteCache
 from attnserve import Client
-from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.devices.device import open_device

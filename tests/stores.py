@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Change, Cut, Grow
 from attnserve_server.caches.free_extents import FreeExtents
+from attnserve_server.caches.layer import Placement
+from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore, Placement, Reservation
+from attnserve_server.caches.store import CacheStore
 
 SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=1, dtype="float32")
 PAGE_BYTES = 256

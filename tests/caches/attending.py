@@ -24,9 +24,10 @@ from resident import CPU, page_bytes_for, placement
 from attnserve_server.caches import attend as attend_module
 from attnserve_server.caches import query as query_module
 from attnserve_server.caches import step as step_module
-from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.page_memory import STORAGE
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import cpu
 from attnserve_server.devices.cpu import CpuDevice

@@ -16,8 +16,9 @@ from bits import assert_same_results
 from kernel_calls import tensor
 from resident import CPU, placement, stored
 
-from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 

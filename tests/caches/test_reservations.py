@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2
 from stores import PAGE_BYTES, SHAPE, append, store_of
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.store import Placement
+from attnserve_server.caches.layer import Placement
 from attnserve_server.errors import InvalidRequest
 
 

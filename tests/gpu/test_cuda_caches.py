@@ -19,9 +19,10 @@ from cases import Case, Plan
 from conftest import Server
 
 from attnserve import Client
-from attnserve_server.caches.attend import CacheQuery, attend_tensors
+from attnserve_server.caches.attend import attend_tensors
 from attnserve_server.caches.opening import open_caches
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.scattered import Reach, attend_ranges
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices import open_device

@@ -23,8 +23,6 @@ from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.requests.work import completed
 
-__all__ = ["CacheQuery", "attend_cache", "attend_tensors"]
-
 WAVE_BYTES = 1 << 28
 """The most bytes of copies and partial results of groups that run together; a single group may have more."""
 

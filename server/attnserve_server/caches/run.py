@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve import _dtypes
-from attnserve_server.caches.attend import CacheQuery, attend_tensors
+from attnserve_server.caches.attend import attend_tensors
 from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.batch import FEW_CALLS
 from attnserve_server.devices.inputs import fill

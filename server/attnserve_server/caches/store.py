@@ -26,8 +26,6 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, RequestError
 from attnserve_server.host.cpus import CACHE_LINE
 
-__all__ = ["CacheStore", "Placement", "Reservation"]
-
 MOST_TRUNCATIONS: Final = 16
 """How many truncations a cache remembers."""
 C = TypeVar("C", bound=Change)

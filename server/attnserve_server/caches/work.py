@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.changes import Grow
+from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
-from attnserve_server.caches.store import CacheStore, Placement
+from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
 from attnserve_server.requests.work import Finish
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnserve_server.caches.attend import CacheQuery, attend_cache
+from attnserve_server.caches.attend import attend_cache
 from attnserve_server.caches.layer import PageTable, Placement, Write
 from attnserve_server.caches.pages import PagePool, sent
+from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
