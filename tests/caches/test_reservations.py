@@ -96,7 +96,7 @@ def test_those_who_wait_are_promised_the_pages_that_they_fill_together() -> None
     assert store.reserved_pages == 4
     with pytest.raises(CacheFull) as error:
         store.reserve([(cache, 0, 1)], 0.0)
-    assert error.value.free_bytes == 0
+    assert error.value.metadata == {"free_bytes": "0"}
     store.cancel(waiting.pop(3))
     waiting.append(store.reserve([(cache, 0, 1)], 0.0))
     for reservation in waiting:

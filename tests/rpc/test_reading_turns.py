@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from weakref import ref
 
 import pytest
 
@@ -12,6 +13,10 @@ from attnserve_server.rpc.reading_turns import CALLED, MAX_TURN_SECONDS, Reading
 
 LONG, SHORT = 1.1 * MAX_TURN_SECONDS, 0.4 * MAX_TURN_SECONDS
 PATIENCE_S = 30.0
+
+
+class Share:
+    """What a caller is known by."""
 
 
 class Streams:
@@ -109,9 +114,11 @@ async def test_one_that_leaves_the_line_holds_up_nobody(at_once: bool) -> None:
 
 
 async def test_each_caller_has_its_own_turns_for_as_long_as_it_has_streams() -> None:
-    turns = ReadingTurns()
-    one = turns.of("one")
-    assert turns.of("one") is one is not turns.of("another")
-    assert len(turns) == 1
-    del one
-    assert not len(turns)
+    turns, one, another = ReadingTurns(), Share(), Share()
+    turn = turns.of(one)
+    assert turns.of(one) is turn is not turns.of(another)
+    kept = [ref(one), ref(another), ref(turn)]
+    del one, another
+    assert [each() is None for each in kept] == [False, True, False]
+    del turn
+    assert [each() is None for each in kept] == [True] * 3

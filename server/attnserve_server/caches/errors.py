@@ -21,4 +21,3 @@ class CacheFull(Overloaded):
                 rejection="cache_bytes",
             )
         )
-        self.free_bytes = free_bytes

@@ -91,10 +91,6 @@ class ReadingTurns:
     def __init__(self) -> None:
         self._by_share: WeakValueDictionary[Hashable, ReadingTurn] = WeakValueDictionary()
 
-    def __len__(self) -> int:
-        """How many callers have streams."""
-        return len(self._by_share)
-
     def of(self, share: Hashable) -> ReadingTurn:
         """The turns of one caller, for a stream of it to keep."""
         turn = self._by_share.get(share)
