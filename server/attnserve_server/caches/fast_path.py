@@ -18,10 +18,10 @@ from typing import Final
 
 from attnserve import _dtypes
 from attnserve._wire import Payloads
+from attnserve_server.caches.append import append_tokens
 from attnserve_server.caches.direct import planned
 from attnserve_server.caches.references import Reference
 from attnserve_server.caches.request import CachedRequest, named, request_to
-from attnserve_server.caches.run import append_tokens
 from attnserve_server.caches.work import CacheHost
 from attnserve_server.errors import RequestError
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, Layout

@@ -77,7 +77,7 @@ class Append(_Operation):
 
     def write(self, device: Device) -> None:
         """Brings keys and values to their pages."""
-        from attnserve_server.caches.run import read_tensor
+        from attnserve_server.caches.inputs import read_tensor
 
         key, value = (read_tensor(self.tensors[name], self.payloads, device) for name in ("key", "value"))
         if self.length_first:

@@ -1,6 +1,6 @@
 """A batch of attentions to caches, on a device: appends written, queries computed, results in bytes.
 
-What the native kernel computes never becomes tensors (`direct.py`). Everything else does, here.
+What the native kernel computes never becomes tensors (`direct.py`). Everything else does (`inputs.py`).
 """
 
 from __future__ import annotations
@@ -9,27 +9,20 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from attnserve import _dtypes
+from attnserve_server.caches.append import append
 from attnserve_server.caches.attend import attend_tensors
 from attnserve_server.caches.direct import attend_requests
-from attnserve_server.caches.layer import Write
+from attnserve_server.caches.inputs import read_queries
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.batch import FEW_CALLS
-from attnserve_server.devices.inputs import fill
-from attnserve_server.devices.packed_results import bytes_of
 from attnserve_server.devices.results import ReplyTensors, put, results_of, tensors_of
-from attnserve_server.devices.staging import TORCH, heads_first, in_range, score_of
-from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, part_of
-from attnserve_server.native.payloads import DTYPES
-from attnserve_server.requests.tensors import TensorSpec
+from attnserve_server.kernels import AttentionResult, excluded_score
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult, Work
 
 if TYPE_CHECKING:
@@ -45,31 +38,12 @@ FEW_COPIES: Final = 16
 """So many pages that are shared are copied, by some operations each, while others wait."""
 
 
-def read_tensor(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
-    """A tensor of a request, in memory of its own on the device."""
-    return _elements(spec, payloads, device).view(spec.shape)
-
-
-def _elements(spec: TensorSpec, payloads: Sequence[memoryview], device: Device) -> torch.Tensor:
-    """The elements of a tensor, flat."""
-    raw = device.allocate(spec.size)
-    if spec.payload >= 0:
-        fill(raw, [payloads[spec.payload]])
-    return device.upload(raw.view(TORCH[spec.dtype]))
-
-
-def _heads_first(name: str, request: CachedRequest, device: Device) -> torch.Tensor:
-    """Queries, keys or values of a request as [N, H, L, D]."""
-    spec = request.problem.tensors[name]
-    return heads_first(_elements(spec, request.payloads, device), spec.shape, request.problem.length_first)
-
-
 def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
     """Computes requests of one group."""
     begin = perf_counter()
     if batch[0].unfinished is not None:
         return _finish(pool, device, batch)
-    _append(pool, device, batch)
+    append(pool, device, batch)
     after_appends = perf_counter()
     if device.native is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
@@ -100,7 +74,7 @@ def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest])
         return None
     device.take_kernel_calls()  # of what this thread has launched and failed
     begin = perf_counter()
-    _append(pool, device, batch)
+    append(pool, device, batch)
     return _launch_on_tensors(pool, device, batch, groups, perf_counter() - begin)
 
 
@@ -132,7 +106,7 @@ def _put_anew(
     pool: PagePool, device: Device, request: CachedRequest, sequences: Sequence[int], result: RequestResult
 ) -> None:
     """Computes some sequences of a request by kernels on torch tensors, and puts them in the place of their results."""
-    attended = attend_tensors(_queries(device, request, sequences), pool, device)
+    attended = attend_tensors(read_queries(device, request, sequences), pool, device)
     here = device.fetch([part for each in attended for part in (each.output, each.lse) if part is not None])
     parts = iter(here)
     for place, each in zip(sequences, attended, strict=True):
@@ -157,7 +131,7 @@ def _launch_on_tensors(
     rest = [place for place in range(len(batch)) if place not in grouped]
     queries: list[CacheQuery] = []
     for place in rest:
-        queries += _queries(device, batch[place], range(len(batch[place].uses)))
+        queries += read_queries(device, batch[place], range(len(batch[place].uses)))
     after_staging = perf_counter()
     computed = []
     for group in groups:
@@ -189,117 +163,6 @@ def _launch_on_tensors(
         )
 
     return finish
-
-
-def _append(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> None:
-    """Writes what requests append, where it has been placed."""
-    on_cpu = device.torch_device.type == "cpu"
-    single: list[CachedRequest] = []
-    for request in batch:
-        problem, placements = request.problem, request.placements
-        if placements and problem.kv_length > 1:
-            key, value = (_heads_first(name, request, device) for name in ("key", "value"))
-            for b, placement in enumerate(placements):
-                pool.write(request.uses[0].cache.shape, placement, key[b], value[b])
-        elif placements and on_cpu and problem.dtype in DTYPES:
-            append_tokens(pool, request)
-        elif placements:
-            single.append(request)
-    if single:
-        _append_tokens(pool, device, single)
-
-
-def _append_tokens(pool: PagePool, device: Device, requests: Sequence[CachedRequest]) -> None:
-    """Writes one token for each cache of requests of one group, which take one copy to the device."""
-    dtype = TORCH[requests[0].problem.dtype]
-    parts = [[_token(name, request) for request in requests] for name in ("key", "value")]
-    raw = device.allocate(sum(array.nbytes for arrays in parts for array in arrays))
-    fill(raw, [bytes_of(array) for arrays in parts for array in arrays])
-    sent = device.upload(raw.view(dtype))
-    places = [place for request in requests for place in _places(pool, request)]
-    ends = sum(array.size for array in parts[0]), sent.numel()
-    key, value = (
-        sent[end - sum(array.size for array in arrays) : end].view(len(places), *arrays[0].shape[1:])
-        for end, arrays in zip(ends, parts, strict=True)
-    )
-    pool.write_tokens(requests[0].uses[0].cache.shape, places, key, value)
-
-
-def append_tokens(pool: PagePool, request: CachedRequest) -> None:
-    """Writes a request's one token for each cache to its place: at most 32 bits an element, on a CPU."""
-    key, value = (_token(name, request) for name in ("key", "value"))
-    pool.write_arrays(request.uses[0].cache.shape, _places(pool, request), key, value)
-
-
-def _places(pool: PagePool, request: CachedRequest) -> list[Write]:
-    """The places of the tokens of a request that appends one to each cache; shared pages are copied first."""
-    for placement in request.placements:
-        pool.copy(placement.copies)
-    return [placement.writes[0] for placement in request.placements]
-
-
-def _token(name: str, request: CachedRequest) -> NDArray[Any]:
-    """Keys or values [n, Hk, width] of one token for each sequence; both layouts store these in the same order."""
-    problem, spec = request.problem, request.problem.tensors[name]
-    array = np.frombuffer(request.payloads[spec.payload], _dtypes.NUMPY[spec.dtype])
-    return array.reshape(problem.batch, problem.kv_heads, -1)
-
-
-def _queries(device: Device, request: CachedRequest, sequences: Sequence[int]) -> list[CacheQuery]:
-    """The queries of some sequences of a request."""
-    problem, payloads = request.problem, request.payloads
-
-    def read(name: str) -> torch.Tensor | None:
-        spec = problem.tensors.get(name)
-        return None if spec is None else read_tensor(spec, payloads, device)
-
-    def parameter(name: str) -> torch.Tensor | None:
-        return _parameter(device, request, name)
-
-    def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)
-
-    query = _heads_first("query", request, device)
-    mask = of_rank_4(read("mask"))
-    mask = None if mask is None else mask != 0
-    bias = of_rank_4(parameter("bias"))
-    score = score_of(problem, parameter)
-    alibi_slopes, sinks = parameter("alibi_slopes"), parameter("sinks")
-    return [
-        CacheQuery(
-            query=query[b : b + 1],
-            shape=request.uses[b].cache.shape,
-            pages=request.uses[b].cache.pages(request.uses[b].layer),
-            length=request.lengths[b],
-            kv_length=request.kv_lengths[b],
-            scale=problem.scale,
-            score=score,
-            softcap=problem.softcap,
-            offset=request.offsets[b],
-            causal=problem.causal,
-            window=problem.window,
-            mask=_of_sequence(mask, b, request.lengths[b]),
-            bias=_of_sequence(bias, b, request.lengths[b]),
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=problem.return_lse,
-            return_scores=problem.return_scores,
-        )
-        for b in sequences
-    ]
-
-
-def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tensor | None:
-    """A tensor of a request, if it has it, in the dtype of sums."""
-    spec = request.problem.tensors.get(name)
-    if spec is None:
-        return None
-    return in_range(read_tensor(spec, request.payloads, device), accumulation_dtype(TORCH[request.problem.dtype]))
-
-
-def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
-    """The part of a mask or bias for a sequence and the keys that it has."""
-    return part_of(part_of(tensor, 0, b, b + 1), 3, 0, length)
 
 
 def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> ReplyTensors:
