@@ -8,7 +8,6 @@ devices are detected as on a GPU. Neither needs a GPU.
 from __future__ import annotations
 
 import warnings
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -131,8 +131,7 @@ async def test_a_client_that_nobody_closes_says_so(server: Server, transport: Tr
     await output(client.submit(*[array(2)] * 3))
     calls = client._calls
     with pytest.warns(ResourceWarning, match=r"^AsyncClient\('127.*'\) was not closed"):
-        del client
-        gc.collect()
+        del client  # the only reference
     await calls.close()
     del calls
     closed = AsyncClient(server.address, transport=transport)
