@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from conftest import Server
 
-from attnserve import AttentionResult, Client, Timings
+from attnserve import AttentionResult, Client, Timings, UnavailableError
 from attnserve._commands import bench, cli
+from attnserve._commands.bench import WrongAnswerError
 
 FIELDS = {*bench.Measured.__annotations__}
 
@@ -55,6 +56,21 @@ def test_an_interrupt_ends_it_quietly(
     monkeypatch.setattr(bench, "_closed", interrupted)
     assert cli.main(["bench", server.address, "--loads", "S1"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("ending", [WrongAnswerError("wrong"), UnavailableError("gone"), KeyboardInterrupt()])
+def test_what_ends_it_has_a_line_to_itself_on_a_terminal(
+    ending: BaseException, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(*arguments: Any) -> None:
+        raise ending
+
+    monkeypatch.setattr(bench, "_closed", ended)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert cli.main(["bench", server.address, "--loads", "S1"]) > 0
+    _, progress, complaint = capsys.readouterr().err.split("\r\x1b[K")
+    assert progress == "S1: closed loop"
+    assert complaint == "" or complaint.startswith("attnserve: ")
 
 
 def test_caches_are_not_left_behind(server: Server, client: Client) -> None:

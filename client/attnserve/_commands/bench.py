@@ -101,17 +101,19 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
     `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError.
     """
     found: list[Measured] = []
-    for name in loads:
-        with ExitStack() as stack:
-            submit = _prepared(LOADS[name], name, client, stack, timeout)
-            _say(f"{name}: closed loop")
-            closed = _closed(name, submit, seconds)
-            found.append(closed)
-            for share in SHARES if opened else ():
-                _say(f"{name}: open loop, {share:.0%}")
-                rate = share * closed.requests_per_second
-                found.append(_open(name, submit, share, rate, seconds, closed.p99))
-    _say("")
+    try:
+        for name in loads:
+            with ExitStack() as stack:
+                submit = _prepared(LOADS[name], name, client, stack, timeout)
+                _say(f"{name}: closed loop")
+                closed = _closed(name, submit, seconds)
+                found.append(closed)
+                for share in SHARES if opened else ():
+                    _say(f"{name}: open loop, {share:.0%}")
+                    rate = share * closed.requests_per_second
+                    found.append(_open(name, submit, share, rate, seconds, closed.p99))
+    finally:  # whatever comes next, an error too, has the line to itself
+        _say("")
     return [dataclasses.asdict(each) for each in found], _text(found)
 
 
