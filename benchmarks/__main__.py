@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,9 +78,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"no such {', '.join(unknown)}; there are {', '.join(known)}")
     if missing := [name for name in found.peers if not PEERS[name].installed]:
         parser.error(f"{', '.join(missing)} not installed: make bench-peers")
-    if found.seconds <= 0 or found.rounds < 1:
-        parser.error("--seconds must be above 0, --rounds at least 1")
-    if 0 < found.growth < 100:
+    if not 0 < found.seconds < math.inf or found.rounds < 1:  # written so that NaN fails, too
+        parser.error("--seconds must be above 0 and finite, --rounds at least 1")
+    if found.growth < 100 and found.growth != 0:
         parser.error("--growth must be at least 100, or 0")
     return found
 

@@ -211,7 +211,10 @@ def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_
         ["--peers", "Q"],
         ["--rounds", "0"],
         ["--seconds", "0"],
+        ["--seconds", "nan"],
+        ["--seconds", "inf"],
         ["--growth", "5"],
+        ["--growth", "-5"],
         ["--device", "cuda", "--memory"],
     ],
 )
