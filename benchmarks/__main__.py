@@ -2,7 +2,7 @@
 
 All are measured in turn, round after round, in one run; figures are medians over the rounds. The tables go to the
 terminal, all figures to a JSON file, from which `python -m benchmarks.report` writes docs/performance.md. If the run is
-cut off, that has the workloads that were measured by then.
+cut off, that has what was measured by then.
 """
 
 from __future__ import annotations
@@ -152,11 +152,13 @@ def main() -> None:
                 curves = measure_curves(
                     loop, suite.curves, large_echo, peers, chosen.seconds / 2, server_flags=flags, progress=progress
                 )
+            write()
             for each in curves:
                 console.print(table.curve(each), "")
             if concurrency := by_concurrency(curves):
                 console.print(table.token_costs(concurrency), "")
         if chosen.memory and (waited := waiting(loop, flags, status.update)):
+            write()
             console.print(table.waiting(waited), "")
         if chosen.growth:
             with running(*attnserve(*flags)) as service:

@@ -49,10 +49,10 @@ from benchmarks.report import (
     image,
     report,
 )
-from benchmarks.results import FIGURES, OPEN_FIGURES, Result, WorkloadResult
+from benchmarks.results import FIGURES, OPEN_FIGURES, Curve, Point, Result, WorkloadResult
 from benchmarks.servers import Running
 from benchmarks.suites import SUITES
-from benchmarks.waiting import waiting
+from benchmarks.waiting import Waiting, waiting
 from benchmarks.workload import Shape, Workload
 from benchmarks.workloads import CUDA_WORKLOADS, MILLION, WORKLOADS
 
@@ -165,6 +165,31 @@ def test_what_was_measured_before_the_run_was_cut_off_is_in_the_file(
         benchmark.main()
     assert Result.read(file).workloads == Result.read(run.file).workloads[:2]
     assert {path.name for path in tmp_path.iterdir()} == {"cut.json"}
+
+
+def test_curves_and_memory_are_in_the_file_before_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = Curve("length", "attention", "tokens", {SERVICE: [Point(1, 100.0, 10.0, 1.0)]}, {})
+    waited = Waiting("attnserve, stream", 1024, 8, 1100.0)
+    file = tmp_path / "cut.json"
+
+    def memory(*arguments: Any) -> list[Waiting]:
+        assert Result.read(file).curves == [curve]
+        return [waited]
+
+    def cut_off(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "measure_curves", lambda *arguments, **options: [curve])
+    monkeypatch.setattr(benchmark, "waiting", memory)
+    monkeypatch.setattr(benchmark, "growth", cut_off)
+    for name in ("torch.set_num_threads", "benchmarks.__main__.keep_memory"):  # this process goes on
+        monkeypatch.setattr(name, lambda number: None)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--workloads", "none", "--peers", "none", "--json", str(file)])
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main()
+    assert (Result.read(file).curves, Result.read(file).waiting) == ([curve], [waited])
 
 
 def test_report_goes_between_the_markers_of_the_document(run: Run, tmp_path: Path) -> None:
