@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from typing import Final
 import torch
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from attnserve._memory import keep_memory
 from benchmarks import machine, table
@@ -40,6 +42,8 @@ from benchmarks.waiting import Waiting, waiting
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
 LARGE_BYTES: Final = 4 << 20
 """From messages of this size on, the C library keeps as much as it can be made to."""
+SPINNER: Final = 3
+"""Columns of a terminal that a line of progress cannot have: the spinner, a space, and the last one."""
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
 
 
@@ -177,8 +181,17 @@ def main() -> None:
     console.print(f"All figures: {chosen.json}; took {found.took_seconds:,.0f} s")
 
 
+def progress_line(text: str) -> Text:
+    """What is being done, in one line of the terminal, which may be narrower than the tables: only a single line can be
+    overwritten by the next.
+    """
+    line = Text(text)
+    line.truncate(shutil.get_terminal_size().columns - SPINNER, overflow="ellipsis")
+    return line
+
+
 def _progress(status: Status, what: str, doing: str) -> None:
-    status.update(f"{what}: {doing}")
+    status.update(progress_line(f"{what}: {doing}"))
 
 
 if __name__ == "__main__":

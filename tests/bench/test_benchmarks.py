@@ -6,6 +6,7 @@ One run of some workloads, so short that its figures mean nothing: no time is as
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 from conftest import Server
+from rich.console import Console
+from rich.text import Text
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.settings.config import Config
@@ -137,6 +140,18 @@ def test_terminal_shows_every_workload_without_cutting_anything(run: Run) -> Non
         assert f"{name}: {WORKLOADS[name].description}" in run.terminal
     for word in (*" ".join(table.HEADINGS).split(), *GROWTH):
         assert word in run.terminal
+
+
+def test_progress_takes_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = io.StringIO()
+    console = Console(file=shown, width=table.WIDTH, force_terminal=True)
+    with console.status("") as status:
+        benchmark._progress(status, "X (14 of 14)", "open loop, round 1 of 3: attnserve, stream, 50% of its own")
+        console.print(status.renderable)
+    lines = Text.from_ansi(shown.getvalue()).plain.replace("\r", "\n").splitlines()
+    assert any("X (14 of 14): open loop" in line for line in lines)
+    assert max(map(len, lines)) < 40
 
 
 def test_file_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
