@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,6 +128,7 @@ class Measurement:
 class Clock:
     """Counts replies from the end of the warm-up until the time is over.
 
+    The warm-up begins with the first reply: encoding large requests and connecting can take longer than all of it.
     `server_cpu` reads the CPU time that the server has used, in seconds.
     """
 
@@ -134,7 +136,7 @@ class Clock:
         self.measurement = Measurement()
         self._lengths = workload.lengths
         self._clocks = Clocks(server_cpu)
-        self._begin = perf_counter() + seconds * WARM_UP
+        self._begin = math.inf
         self._seconds = seconds
         self._counting = self._over = False
 
@@ -148,6 +150,8 @@ class Clock:
                 self._counting, self._over = False, True
                 measurement.seconds = now - self._begin
                 self._clocks.stop(measurement)
+        elif self._begin == math.inf:
+            self._begin = now + self._seconds * WARM_UP
         elif not self._over and now >= self._begin:
             self._counting, self._begin = True, now
             self._clocks.start()

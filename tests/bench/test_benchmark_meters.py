@@ -62,7 +62,7 @@ def test_a_server_without_computation_is_held_to_the_shape() -> None:
 
 
 def test_clock_counts_what_comes_between_warm_up_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
+    now = [10.0]
     monkeypatch.setattr("benchmarks.meters.perf_counter", lambda: now[0])
     workload = WORKLOADS["R"]
     server_cpu = iter([2.0, 5.0])
@@ -72,6 +72,7 @@ def test_clock_counts_what_comes_between_warm_up_and_end(monkeypatch: pytest.Mon
         now[0] = time
         return clock.replied(number, time - 0.5, b"")
 
+    assert reply_at(100.0, 0)  # begins the warm-up, however long after the clock was made
     assert reply_at(101.0, 0)  # within the warm-up
     assert reply_at(102.5, 1)  # ends the warm-up, and counting starts
     assert reply_at(104.0, 2)
