@@ -67,8 +67,8 @@ class Decode(Shaped):
 
     @property
     def cache_bytes(self) -> int:
-        """Room for the histories, and for what is appended."""
-        return self.pool_bytes
+        """Room for the histories, and for what is appended; if they are sent, none is needed."""
+        return super().cache_bytes if self.manner == "send" else self.pool_bytes
 
     @property
     def description(self) -> str:

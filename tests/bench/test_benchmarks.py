@@ -289,6 +289,11 @@ def test_replies_without_computation_are_as_long_as_computed_ones() -> None:
         assert payload < len(workload.reply(0)) < payload + (300 if workload.name == "D64" else 100)
 
 
+def test_the_service_keeps_room_for_caches_only_where_there_are_some() -> None:
+    """It counts as its memory."""
+    assert WORKLOADS["DS"].cache_bytes == WORKLOADS["S"].cache_bytes < WORKLOADS["D"].cache_bytes
+
+
 def test_requests_of_one_kind_have_messages_of_one_length() -> None:
     for workload in WORKLOADS.values():
         by_length = {(len(workload.request(number)), len(workload.reply(number))) for number in workload.numbers}
