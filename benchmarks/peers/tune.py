@@ -1,7 +1,7 @@
 """`make bench-tune`: the settings with which each peer is the fastest, workload by workload, on this machine.
 
 In: the settings to try. Out: a line each, and settings.json beside this file, from which the benchmark takes them: so
-that a peer is measured at its best. Run it on a quiet machine; it takes some minutes.
+that a peer is measured at its best. Run it on a quiet machine; it takes half an hour.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
     """The settings to try: splits of the cores into processes and threads, and the maximum batch size."""
     cores = usable_cpus()
     processes = "instances" if isinstance(peer, Triton) else "workers"
-    # One request at a time needs no batching, for which Mosec would wait.
-    batches = (64,) if workload.in_flight > 1 else (64, 1)
+    # Mosec waits until a batch is full, or its time is over: each time, if batches may have more than is in flight.
+    parts = (workload.in_flight, workload.in_flight // 2, workload.in_flight // 4)
+    batches = sorted({64, 1, *(part for part in parts if part and isinstance(peer, Mosec))}, reverse=True)
     shared = {(1, 1), (1, cores), (cores, 1)} if workload.in_flight > 1 else {(1, 1), (1, cores)}
     return [
         {**peer.settings, processes: count, "threads": threads, "batch": batch}

@@ -26,6 +26,7 @@ from benchmarks.measure import (
 from benchmarks.meters import Refused
 from benchmarks.peers import compute, mosec, triton
 from benchmarks.peers.peer import Peer
+from benchmarks.peers.tune import variants
 from benchmarks.plain import PlainAttention
 from benchmarks.servers import started
 from benchmarks.workloads import WORKLOADS
@@ -82,6 +83,15 @@ def test_peers_compute_what_is_asked_of_them() -> None:
         requests.append(compute.Attention(query, key, value, mask, problem.causal, problem.scale))
     for number, output in enumerate(compute.attend(requests)):
         assert np.abs(output.numpy() - WORKLOADS["X"].expected(number % 8)).max() < 2e-6
+
+
+@pytest.mark.parametrize("name", ["S", "S1", "M", "L", "A", "B", "R", "X"])
+def test_batches_that_can_be_full_are_among_the_settings_to_try(name: str) -> None:
+    """Where fewer are in flight than a batch may have, Mosec waits out its time for each."""
+    workload = WORKLOADS[name]
+    for processes in {settings["workers"] for settings in variants(mosec.Mosec(), workload)}:
+        sizes = {each["batch"] for each in variants(mosec.Mosec(), workload) if each["workers"] == processes}
+        assert {1, max(1, workload.in_flight // processes)} <= sizes
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
