@@ -73,6 +73,20 @@ def test_what_ends_it_has_a_line_to_itself_on_a_terminal(
     assert complaint == "" or complaint.startswith("attnserve: ")
 
 
+@pytest.mark.parametrize("error", [WrongAnswerError("nothing was due"), UnavailableError("gone")])
+def test_what_was_measured_before_an_error_is_printed(
+    error: Exception, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "_open", failed)
+    assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "S1", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert [(each["load"], each["share"]) for each in json.loads(out)] == [("S1", None)]
+    assert err.startswith(f"attnserve: {server.address}: {error}")
+
+
 def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
     before = {cache.name for cache in client.caches.list()}
     assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0

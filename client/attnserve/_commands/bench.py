@@ -23,6 +23,7 @@ import numpy as np
 
 from attnserve._client import Client
 from attnserve._commands.table import table
+from attnserve._errors import AttnServeError
 from attnserve._requests.result import AttentionResult, Timings
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -95,10 +96,21 @@ class WrongAnswerError(Exception):
     """The server's result is wrong, and so not worth timing."""
 
 
+class UnfinishedError(Exception):
+    """An error came after something had been measured: the results so far as data and as text."""
+
+    def __init__(self, error: AttnServeError | WrongAnswerError, answer: Any, text: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.answer = answer
+        self.text = text
+
+
 def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, timeout: float) -> tuple[Any, str]:
     """Measures loads, given by name, for `seconds` per loop, with open loops if `opened`: results as data and as text.
 
-    `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError.
+    `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError; once something has
+    been measured, UnfinishedError from them.
     """
     found: list[Measured] = []
     try:
@@ -112,8 +124,16 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
                     _say(f"{name}: open loop, {share:.0%}")
                     rate = share * closed.requests_per_second
                     found.append(_open(name, submit, share, rate, seconds, closed.p99))
+    except (AttnServeError, WrongAnswerError) as error:
+        if not found:
+            raise
+        raise UnfinishedError(error, *_results(found)) from error
     finally:  # whatever comes next, an error too, has the line to itself
         _say("")
+    return _results(found)
+
+
+def _results(found: Sequence[Measured]) -> tuple[Any, str]:
     return [dataclasses.asdict(each) for each in found], _text(found)
 
 

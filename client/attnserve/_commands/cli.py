@@ -97,8 +97,12 @@ def _ask(parsed: argparse.Namespace) -> int:
     except AttnServeError as error:
         _complain(parsed, error)
         return 1
-    print(json.dumps(answer, indent=2) if parsed.json else text)
+    _print(parsed, answer, text)
     return 0
+
+
+def _print(parsed: argparse.Namespace, answer: Any, text: str) -> None:
+    print(json.dumps(answer, indent=2) if parsed.json else text, flush=True)
 
 
 def _complain(parsed: argparse.Namespace, error: Exception) -> None:
@@ -147,7 +151,10 @@ def _measure(parsed: argparse.Namespace) -> int:
         return _ask(parsed)
     except _bench.WrongAnswerError as error:
         _complain(parsed, error)
-        return 1
+    except _bench.UnfinishedError as unfinished:
+        _print(parsed, unfinished.answer, unfinished.text)
+        _complain(parsed, unfinished.error)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
