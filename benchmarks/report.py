@@ -79,8 +79,6 @@ def _made(result: Result) -> str:
     cpu, cores, memory = machine.pop("cpu"), machine.pop("cores"), int(machine.pop("memory_bytes"))
     system = machine.pop("platform")
     versions = ", ".join(f"{name} {version}" for name, version in machine.items())
-    marked, rows = result.marked()
-    mean, worst = result.others()
     points = [
         f"Made by `{result.command}` at {result.begun}, in {result.took_seconds / 60:.1f} minutes.",
         f"{cpu}, {cores} cores, {memory / 2**30:.0f} GiB; {system}; {versions}.",
@@ -91,12 +89,16 @@ def _made(result: Result) -> str:
         ),
         f"Medians of {result.rounds} rounds of {result.seconds:g} s; spread is half the range of the rounds' rates "
         "over their median.",
-        f"Load average {_loads(result.load_before)} before and {_loads(result.load_after)} after. Other processes took "
-        f"{mean:.1%} of the machine on average, {worst:.0%} in the worst round.",
-        f"`{table.MARK}` marks {marked} of {rows} rows: a spread above {NOISY:.0%}, or others that took more than "
-        f"{NOISY:.0%} of the machine.",
+        f"Load average {_loads(result.load_before)} before and {_loads(result.load_after)} after.",
     ]
-    if result.too_noisy:
+    if result.workloads:
+        (marked, rows), (mean, worst) = result.marked(), result.others()
+        points[-1] += f" Other processes took {mean:.1%} of the machine on average, {worst:.0%} in the worst round."
+        points.append(
+            f"`{table.MARK}` marks {marked} of {rows} rows: a spread above {NOISY:.0%}, or others that took more than "
+            f"{NOISY:.0%} of the machine."
+        )
+    if result.workloads and result.too_noisy:
         points.insert(0, "**The machine was too noisy for these figures to be relied on.**")
     return "\n".join(textwrap.fill(f"- {point}", table.WIDTH, subsequent_indent="  ") for point in points)
 

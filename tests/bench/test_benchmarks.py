@@ -243,6 +243,15 @@ def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_
     assert text in report(Result.read(run.file))
 
 
+def test_a_report_without_workloads_has_what_was_measured(run: Run) -> None:
+    """As of `--workloads none`, for the memory of what waits."""
+    waited = [Waiting("attnserve, stream", 1024, 8, 1100.0)]
+    text = report(replace(Result.read(run.file), workloads=[], waiting=waited))
+    assert "Load average" in text
+    assert "Other processes" not in text
+    assert "Requests that wait" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
