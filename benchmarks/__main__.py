@@ -12,6 +12,7 @@ import asyncio
 import math
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -195,4 +196,6 @@ def _progress(status: Status, what: str, doing: str) -> None:
 
 
 if __name__ == "__main__":
+    # As by ctrl-c: the servers that it has started end with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

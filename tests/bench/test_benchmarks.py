@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +141,26 @@ def test_terminal_shows_every_workload_without_cutting_anything(run: Run) -> Non
         assert f"{name}: {WORKLOADS[name].description}" in run.terminal
     for word in (*" ".join(table.HEADINGS).split(), *GROWTH):
         assert word in run.terminal
+
+
+def test_servers_end_with_a_run_that_is_told_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--workloads", "S1", "--peers", "none", "--seconds", "60"]
+    with subprocess.Popen(
+        [*command, "--json", str(tmp_path / "bench.json")],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        parent = psutil.Process(process.pid)
+        while len(started := parent.children()) < 2:  # the service, and one that computes nothing
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        process.wait(60)
+    gone, left = psutil.wait_procs(started, timeout=1)
+    for each in left:
+        each.kill()
+    assert (len(gone), left) == (2, [])
 
 
 def test_progress_takes_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
