@@ -11,11 +11,14 @@
             cache.attend(query, key, value, causal=True)
 
 `AsyncClient` is the same for asyncio, `TLS` and `Token` are for servers with TLS or authentication, `merge_attention`
-combines attentions over disjoint keys, and every error is an `AttnServeError`. Everything public is here.
+combines attentions over disjoint keys, and every error is an `AttnServeError`. `Address`, `AppendLayout`, `ArrayLike`,
+`Causal`, `Layout`, `Pending`, `Scores`, `Timeout` and `Transport` are the types in signatures, for whoever wraps them.
+Everything public is here.
 """
 
 from attnserve._async_client import AsyncClient
 from attnserve._caching.caches import AsyncCache, AsyncCaches, Cache, Caches
+from attnserve._caching.pending import Pending
 from attnserve._client import Client
 from attnserve._errors import (
     AttnServeError,
@@ -35,16 +38,22 @@ from attnserve._info import Kernel, Limits, ServerInfo, Setting
 from attnserve._layers import AsyncLayers, Layer, Layers
 from attnserve._merge import MergedAttention, merge_attention
 from attnserve._requests.apply import ApplyOptions
-from attnserve._requests.attend import AdditiveScore, AttendOptions, GeneralScore
-from attnserve._requests.cache_requests import CacheInfo, CachePool
+from attnserve._requests.arguments import ArrayLike, Causal, Scores
+from attnserve._requests.attend import AdditiveScore, AttendOptions, GeneralScore, Layout
+from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult, LayerResult, Timings
+from attnserve._settings.config import Timeout, Transport
 from attnserve._settings.credentials import TLS, Token
+from attnserve._settings.targets import Address
 from attnserve._version import __version__
 
 __all__ = [
     "TLS",
     "AdditiveScore",
+    "Address",
+    "AppendLayout",
     "ApplyOptions",
+    "ArrayLike",
     "AsyncCache",
     "AsyncCaches",
     "AsyncClient",
@@ -56,6 +65,7 @@ __all__ = [
     "CacheInfo",
     "CachePool",
     "Caches",
+    "Causal",
     "Client",
     "ClientClosedError",
     "DeadlineExceededError",
@@ -66,18 +76,23 @@ __all__ = [
     "Layer",
     "LayerResult",
     "Layers",
+    "Layout",
     "Limits",
     "MergedAttention",
     "NotFoundError",
     "OverloadedError",
+    "Pending",
     "PermissionDeniedError",
     "ProtocolError",
     "RequestCancelledError",
+    "Scores",
     "ServerError",
     "ServerInfo",
     "Setting",
+    "Timeout",
     "Timings",
     "Token",
+    "Transport",
     "UnavailableError",
     "__version__",
     "merge_attention",

@@ -29,7 +29,7 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Route, to_anyhow
+from attnserve._transports.connection import Others, Route, to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.task_connection import Connection
 from attnserve._transports.tasks import CallFuture, StreamFuture, later
@@ -232,11 +232,11 @@ class Calls:
         except ValueError as error:  # the address came from the server itself
             raise PermissionDeniedError(str(error)) from None
         self._loop = asyncio.get_running_loop()
-        credentials = self._identity.credentials
+        return Connection(self._settings, self._identity.credentials, self._bearer, replica, self._others)
+
+    def _others(self, connection: Connection) -> Others:
         servers = self.servers
-        return Connection(
-            self._settings, credentials, self._bearer, replica, servers.others, servers.excess, self._move
-        )
+        return Others(partial(servers.others, connection), partial(servers.excess, connection), self._move)
 
     def _move(self, call: Call[StreamFuture]) -> None:
         try:

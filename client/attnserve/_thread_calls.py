@@ -41,7 +41,7 @@ from attnserve._settings.config import (
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Route, to_anyhow
+from attnserve._transports.connection import Others, Route, to_anyhow
 from attnserve._transports.in_flight import Call
 from attnserve._transports.locks import LockHeld
 from attnserve._transports.thread_connection import Connection
@@ -228,7 +228,10 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
             settings.check_secrecy(replica.address)
         except ValueError as error:  # the address came from the server itself
             raise PermissionDeniedError(str(error)) from None
-        return Connection(settings, identity.credentials, bearer, replica, servers.others, servers.excess, move)
+        return Connection(settings, identity.credentials, bearer, replica, others)
+
+    def others(connection: Connection) -> Others:
+        return Others(partial(servers.others, connection), partial(servers.excess, connection), move)
 
     def move(call: Call[StreamFuture]) -> None:
         try:

@@ -2,14 +2,14 @@
 
 In: an address, how long, which loads. Out: a table or JSON. Each load runs in a closed loop, each reply followed by the
 next request, and then in open loops, at random times at shares of the closed loop's rate. There, latency counts from
-when a request was due, so that stalls are not hidden. The first answer to each load is compared with float64 NumPy.
+when a request was due, so that stalls are not hidden. Each loop is measured in several rounds, of which the median is
+told, with the spread. One answer to each load is compared, in its last row, with float64 NumPy.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import queue
 import sys
 import time
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +38,12 @@ WARM_UP: Final = 0.2
 SHARES: Final = (0.5, 0.9)
 KEPT_UP: Final = 0.95
 """An open loop of which less than this share was answered in time is marked."""
+NOISY: Final = 0.15
+"""A loop whose rounds are further apart is marked."""
+MOST_ROUNDS: Final = 1000
+TITLES: Final[tuple[str, ...]] = (
+    *("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9", "queue", "compute", "client CPU", "batch", "spread"),
+)
 LEASE_S: Final = 600.0
 """The lease of caches, so that those left behind by a killed process expire."""
 TOLERANCE: Final = 1e-5
@@ -64,11 +71,10 @@ LOADS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of a load in one loop. Times are in seconds; `share` is of the closed loop's rate, None if closed,
-    and `in_time` is the share of requests that were answered when the last was due, or within the closed loop's p99 of
-    that.
+    """The results of a load in one loop. `share` is of the closed loop's rate, None if closed, and `in_time` is the
+    share of requests that were answered when no more were due, or within the closed loop's p99 of that.
 
-    `queue` and `compute` are medians of the server's own times, as reported in replies.
+    `queue_s` and `compute_s` are medians of the server's own times, as reported in replies.
     """
 
     load: str
@@ -77,14 +83,23 @@ class Measured:
     requests: int
     requests_per_second: float
     tokens_per_second: float
-    p50: float
-    p99: float
-    p999: float
-    queue: float
-    compute: float
+    p50_s: float
+    p99_s: float
+    p999_s: float
+    queue_s: float
+    compute_s: float
     batch_size: float
-    client_cpu: float
+    client_cpu_s: float
     """CPU time of this process per request."""
+    spread: float = 0.0
+    """Half the range of the rounds' figures, over their median: of the rates in a closed loop, of the p99 in an open
+    one.
+    """
+
+    @property
+    def compared(self) -> float:
+        """The figure by which rounds are compared."""
+        return self.requests_per_second if self.share is None else self.p99_s
 
     @property
     def falls_behind(self) -> bool:
@@ -106,8 +121,11 @@ class UnfinishedError(Exception):
         self.text = text
 
 
-def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, timeout: float) -> tuple[Any, str]:
-    """Measures loads, given by name, for `seconds` per loop, with open loops if `opened`: results as data and as text.
+def run(
+    client: Client, loads: Sequence[str], seconds: float, rounds: int, opened: bool, timeout: float
+) -> tuple[Any, str]:
+    """Measures loads, given by name, in so many rounds of `seconds` for each loop, with open loops if `opened`: results
+    as data and as text.
 
     `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError; once something has
     been measured, UnfinishedError from them.
@@ -117,13 +135,12 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
         for name in loads:
             with ExitStack() as stack:
                 submit = _prepared(LOADS[name], name, client, stack, timeout)
-                _say(f"{name}: closed loop")
-                closed = _closed(name, submit, seconds)
+                closed = _median(rounds, f"{name}: closed loop", partial(_closed, name, submit, seconds))
                 found.append(closed)
                 for share in SHARES if opened else ():
-                    _say(f"{name}: open loop, {share:.0%}")
                     rate = share * closed.requests_per_second
-                    found.append(_open(name, submit, share, rate, seconds, closed.p99))
+                    open_loop = partial(_open, name, submit, share, rate, seconds, closed.p99_s)
+                    found.append(_median(rounds, f"{name}: open loop, {share:.0%}", open_loop))
     except (AttnServeError, WrongAnswerError) as error:
         if not found:
             raise
@@ -133,6 +150,17 @@ def run(client: Client, loads: Sequence[str], seconds: float, opened: bool, time
     return _results(found)
 
 
+def _median(rounds: int, what: str, measure: Callable[[], Measured]) -> Measured:
+    """The median of some rounds, with their spread."""
+    found = []
+    for number in range(1, rounds + 1):
+        _say(f"{what}, round {number} of {rounds}")
+        found.append(measure())
+    found.sort(key=lambda each: each.compared)
+    median = found[(rounds - 1) // 2]
+    return dataclasses.replace(median, spread=(found[-1].compared - found[0].compared) / 2 / median.compared)
+
+
 def _results(found: Sequence[Measured]) -> tuple[Any, str]:
     return [dataclasses.asdict(each) for each in found], _text(found)
 
@@ -140,7 +168,8 @@ def _results(found: Sequence[Measured]) -> tuple[Any, str]:
 def add_flags(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
     """Adds the command's own flags."""
     parser.add_argument("--loads", type=_loads, default=["S", "M", "D"], metavar="NAMES", help=_described())
-    parser.add_argument("--seconds", type=seconds, default=2.0, help="duration of each measurement (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=1.0, help="duration of each round of a loop (%(default)s)")
+    parser.add_argument("--rounds", type=_rounds, default=3, help="rounds of each loop (%(default)s)")
     parser.add_argument(
         "--open",
         action=argparse.BooleanOptionalAction,
@@ -154,6 +183,12 @@ def _loads(text: str) -> list[str]:
     if unknown := [name for name in names if name not in LOADS]:
         raise argparse.ArgumentTypeError(f"no such loads: {', '.join(unknown)}; there are {', '.join(LOADS)}")
     return names
+
+
+def _rounds(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= MOST_ROUNDS):
+        raise argparse.ArgumentTypeError(f"expected rounds, 1 to {MOST_ROUNDS}, found {text!r}")
+    return int(text)
 
 
 def _described() -> str:
@@ -185,9 +220,7 @@ def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: 
         def submit() -> Future[AttentionResult[Array]]:
             return client.submit(query, key, value, causal=True)
 
-    if not load.cached:
-        # The service may not be there at all: this fails soon.
-        client.attend(query, key, value, causal=True, timeout=timeout)
+        client.attend(query, key, value, causal=True, timeout=timeout)  # which fails soon if there is no service
     output = submit().result().output
     error = float(np.abs(output[:, -1] - _last_row(query, key, value)).max())
     if not error <= TOLERANCE:  # written so that NaN fails, too
@@ -247,19 +280,17 @@ def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
         _send(submit, time.perf_counter(), answers)
     begin, cpu = time.perf_counter() + WARM_UP * seconds, time.process_time()
     counted: list[_Answer] = []
-    for in_flight in itertools.repeat(LOADS[name].in_flight):
-        answer = _next(answers)
+    while (answer := _next(answers)).at < begin + seconds:
         if answer.at < begin:
             cpu = time.process_time()
         else:
             counted.append(answer)
-        if answer.at >= begin + seconds:
-            used = time.process_time() - cpu
-            for _ in range(in_flight - 1):
-                _next(answers)
-            return _measured(name, None, None, counted, answer.at - begin, used)
         _send(submit, time.perf_counter(), answers)
-    raise AssertionError("a loop without an end ended")
+    counted.append(answer)
+    used = time.process_time() - cpu
+    for _ in range(LOADS[name].in_flight - 1):
+        _next(answers)
+    return _measured(name, None, None, counted, answer.at - begin, used)
 
 
 def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float, soon: float) -> Measured:
@@ -299,23 +330,22 @@ def _measured(
         requests=len(counted),
         requests_per_second=len(counted) / seconds,
         tokens_per_second=len(counted) * LOADS[name].queries / seconds,
-        p50=p50,
-        p99=p99,
-        p999=p999,
-        queue=float(np.median([answer.timings.queue for answer in counted])),
-        compute=float(np.median([answer.timings.compute for answer in counted])),
+        p50_s=p50,
+        p99_s=p99,
+        p999_s=p999,
+        queue_s=float(np.median([answer.timings.queue for answer in counted])),
+        compute_s=float(np.median([answer.timings.compute for answer in counted])),
         batch_size=float(np.mean([answer.batch_size for answer in counted])),
-        client_cpu=cpu / len(counted),
+        client_cpu_s=cpu / len(counted),
     )
 
 
 def _text(found: Sequence[Measured]) -> str:
     """The results as a table; times are in microseconds."""
-    titles = ("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9", "queue", "compute", "client CPU", "batch")
-    rows: list[tuple[str, ...]] = [titles]
+    rows = [TITLES]
     behind = [each for each in found if each.falls_behind]
     for each in found:
-        times = (each.p50, each.p99, each.p999, each.queue, each.compute, each.client_cpu)
+        times = (each.p50_s, each.p99_s, each.p999_s, each.queue_s, each.compute_s, each.client_cpu_s)
         rows.append(
             (
                 each.load,
@@ -324,10 +354,16 @@ def _text(found: Sequence[Measured]) -> str:
                 f"{each.tokens_per_second:,.0f}",
                 *(f"{seconds * 1e6:,.0f}" for seconds in times),
                 f"{each.batch_size:.1f}",
+                f"{'~' * (each.spread > NOISY)}{each.spread:.0%}",
             )
         )
     loads = [f"{name}: {LOADS[name].description}" for name in dict.fromkeys(each.load for each in found)]
-    notes = ["Times are in µs; in open loops they count from when a request was due."]
+    notes = [
+        "Times are in µs; in open loops they count from when a request was due. Each line is the median of its rounds;",
+        "spread is half the range of their rates, or in open loops of their p99, over the median.",
+    ]
+    if any(each.spread > NOISY for each in found):
+        notes.append(f"~ The rounds differ by more than {NOISY:.0%}: something else was at work, here or there.")
     if behind:
         shares = ", ".join(f"{each.load} {each.share:.0%}: {each.in_time:.0%}" for each in behind)
         notes.append(

@@ -146,7 +146,9 @@ def _client(parsed: argparse.Namespace, **arguments: Any) -> Client:
 
 def _measure(parsed: argparse.Namespace) -> int:
     """Measures the service, and prints the results."""
-    parsed.ask = lambda client, timeout: _bench.run(client, parsed.loads, parsed.seconds, parsed.open, timeout)
+    parsed.ask = lambda client, timeout: _bench.run(
+        client, parsed.loads, parsed.seconds, parsed.rounds, parsed.open, timeout
+    )
     try:
         return _ask(parsed)
     except _bench.WrongAnswerError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
@@ -17,7 +18,20 @@ from attnserve._errors import ClientClosedError
 from attnserve._servers.replicas import Replica
 from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.in_flight import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other servers of a client, as one of its connections sees them."""
+
+    exist: Callable[[], bool]
+    """Whether there are any that could answer."""
+    excess: Callable[[], int]
+    """How many of the connection's calls they would answer sooner."""
+    move: Callable[[Call[Any]], object]
+    """Moves a call to one of them."""
 
 
 class Stream(Protocol):
@@ -63,13 +77,11 @@ class BaseConnection(ABC, Generic[S]):
         credentials: grpc.ChannelCredentials | None,
         bearer: Bearer,
         replica: Replica,
-        others: Callable[[Self], bool],
-        excess: Callable[[Self], int],
-        move: Callable[[Call[Any]], object],
+        others: Callable[[Self], Others],
         anyhow: bool = False,
     ) -> None:
-        """`others` says whether other servers could answer, `excess` how many calls they would answer sooner than this
-        connection's, and `move` moves a call to one of them. `anyhow` is for what the property of that name says.
+        """`others` gives the other servers, as a connection sees them. `anyhow` is for what the property of that name
+        says.
         """
         self._options: Final = [*settings.channel_options(replica.address), *((ANYHOW,) if anyhow else ())]
         self._credentials: Final = credentials
@@ -80,20 +92,20 @@ class BaseConnection(ABC, Generic[S]):
         kind: Callable[..., Self] = type(self)
         self.for_work: Final = not anyhow
         """Whether a reply on it means that the server takes calls."""
-        self._another: Final = partial(kind, settings, credentials, bearer, replica, others, excess, move, True)
+        self._another: Final = partial(kind, settings, credentials, bearer, replica, others, True)
         self._anyhow: Self | None = None
         self._closed = False
         self._lock: Final = threading.Lock()
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
         self._streams: Sequence[S] = [
-            self._new_stream(settings.policy, bearer, replica, partial(others, self), partial(excess, self), move)
+            self._new_stream(settings.policy, bearer, replica, others(self))
             for _ in range(settings.streams if settings.transport == "stream" and not anyhow else 0)
         ]
 
     @abstractmethod
-    def _new_stream(self, *arguments: Any) -> S:
-        """A stream on the channel; nothing is sent yet. The arguments are those that both clients' streams take."""
+    def _new_stream(self, policy: RetryPolicy, bearer: Bearer, replica: Replica, others: Others) -> S:
+        """A stream on the channel; nothing is sent yet."""
 
     def _new_channel(self) -> Any:
         address, options = self.replica.address, self._options

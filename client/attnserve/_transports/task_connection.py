@@ -10,7 +10,10 @@ import grpc.aio
 
 from attnserve._errors import ClientClosedError
 from attnserve._process import inherited
-from attnserve._transports.connection import BaseConnection
+from attnserve._servers.replicas import Replica
+from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import BaseConnection, Others
 from attnserve._transports.tasks import StreamTransport
 
 _FORKED: Final = "an AsyncClient was there as the process was forked, and gRPC knows no other asyncio; spawn processes"
@@ -30,8 +33,8 @@ class Connection(BaseConnection[StreamTransport]):
         super().__init__(*arguments)
         _connections.add(self)
 
-    def _new_stream(self, *arguments: Any) -> StreamTransport:
-        return StreamTransport(self._channel, *arguments)
+    def _new_stream(self, policy: RetryPolicy, bearer: Bearer, replica: Replica, others: Others) -> StreamTransport:
+        return StreamTransport(self._channel, policy, bearer, replica, others)
 
     async def close(self) -> None:
         """Gives up the calls on its streams, ends the connection, and keeps nothing of gRPC's.

@@ -29,6 +29,7 @@ from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._tracing import CallSpan
+from attnserve._transports.connection import Others
 from attnserve._transports.ending import Ending
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.multiplexer import Multiplexer
@@ -117,20 +118,13 @@ class StreamTransport:
         policy: RetryPolicy,
         bearer: Bearer,
         replica: Replica,
-        others: Callable[[], bool],
-        excess: Callable[[], int],
-        move: Callable[[Call[StreamFuture]], object],
+        others: Others,
     ) -> None:
-        """`others` says whether other servers could answer, `excess` how many calls they would answer sooner, and
-        `move` moves a call to one of them.
-        """
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._loop = asyncio.get_running_loop()
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others.exist)
         self._others = others
-        self._excess = excess
-        self._move = move
         self._writable = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -171,7 +165,7 @@ class StreamTransport:
     def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
         """Moves calls to other servers."""
         for call in calls:
-            self._move(call)
+            self._others.move(call)
 
     async def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -253,7 +247,7 @@ class StreamTransport:
                 outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
                 try:
                     if closing:
-                        self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                        self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others.exist())
                         self._part_with(self._multiplexer.take_leaving())
                     self._advance()
                 finally:
@@ -285,7 +279,7 @@ class StreamTransport:
 
     def _tick(self) -> None:
         """Does what is due, whatever the streams do."""
-        outcomes = self._multiplexer.tick(time.monotonic(), self._others(), self._excess)
+        outcomes = self._multiplexer.tick(time.monotonic(), self._others.exist(), self._others.excess)
         self._watched = inf
         self._timer = None
         try:

@@ -10,7 +10,10 @@ from weakref import WeakSet
 import grpc
 
 from attnserve._process import inherited
-from attnserve._transports.connection import BaseConnection
+from attnserve._servers.replicas import Replica
+from attnserve._settings.credentials import Bearer
+from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import BaseConnection, Others
 from attnserve._transports.threads import StreamTransport
 
 
@@ -26,8 +29,8 @@ class Connection(BaseConnection[StreamTransport]):
         self._lost: list[grpc.Channel] = []
         _connections.add(self)
 
-    def _new_stream(self, *arguments: Any) -> StreamTransport:
-        return StreamTransport(self.channel, self.lose_channel, *arguments)
+    def _new_stream(self, policy: RetryPolicy, bearer: Bearer, replica: Replica, others: Others) -> StreamTransport:
+        return StreamTransport(self.channel, self.lose_channel, policy, bearer, replica, others)
 
     def channel(self) -> grpc.Channel:
         """The channel for the next call. RuntimeError if there are no threads for a new one to replace a lost one: each

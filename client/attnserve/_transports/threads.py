@@ -34,6 +34,7 @@ from attnserve._servers.replicas import Replica
 from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import Others
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
@@ -66,13 +67,10 @@ class StreamTransport:
         policy: RetryPolicy,
         bearer: Bearer,
         replica: Replica,
-        others: Callable[[], bool],
-        excess: Callable[[], int],
-        move: Callable[[Call[StreamFuture]], object],
+        others: Others,
     ) -> None:
         """`channel` returns the channel for the next stream, or raises RuntimeError if there is no thread for it;
-        `lose_channel` is called when gRPC had no thread for that channel. `others` says whether other servers could
-        answer, `excess` how many calls they would answer sooner, and `move` moves a call to one of them.
+        `lose_channel` is called when gRPC had no thread for that channel.
         """
         self._channel = channel
         self._lose_channel = lose_channel
@@ -80,10 +78,8 @@ class StreamTransport:
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others.exist)
         self._others = others
-        self._excess = excess
-        self._move = move
         self._rpcs: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
         self._watched = inf
@@ -264,7 +260,7 @@ class StreamTransport:
             with self._lock:
                 outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
                 if closing:
-                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others())
+                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others.exist())
                     leaving = self._multiplexer.take_leaving()
                 self._advance(outcomes)
             if len(data) <= _PROMPT_BYTES:
@@ -276,7 +272,7 @@ class StreamTransport:
     def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
         """Moves calls to other servers. The lock must not be held: their transports have locks of their own."""
         for call in calls:
-            self._move(call)
+            self._others.move(call)
 
     def _watch(self) -> None:
         """Does what is due when it is due, whatever the streams do."""
@@ -287,7 +283,7 @@ class StreamTransport:
                     self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
                 if self._closed:
                     return
-                outcomes = self._multiplexer.tick(time.monotonic(), self._others(), self._excess)
+                outcomes = self._multiplexer.tick(time.monotonic(), self._others.exist(), self._others.excess)
                 leaving = self._multiplexer.take_leaving()
                 self._watched = self._multiplexer.wakeup
                 self._advance(outcomes)
