@@ -41,6 +41,8 @@ from benchmarks.suites import SUITES
 from benchmarks.waiting import Waiting, waiting
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
+PARTIAL_JSON: Final = DEFAULT_JSON.with_name("partial.json")
+"""So that what was measured of a part does not replace what documents were made from."""
 LARGE_BYTES: Final = 4 << 20
 """From messages of this size on, the C library keeps as much as it can be made to."""
 SPINNER: Final = 3
@@ -60,10 +62,15 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--curves", action=argparse.BooleanOptionalAction, default=True, help="how cost grows")
     parser.add_argument("--growth", type=int, help="tokens to append one by one; 0 leaves that out")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, help="of requests that wait, on a CPU only")
-    parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where all figures go")
+    parser.add_argument(
+        "--json", type=Path, help=f"where figures go; default: {DEFAULT_JSON}, or {PARTIAL_JSON} if not all is measured"
+    )
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
     suite = SUITES[found.device]
+    whole = found.workloads is None and found.curves
+    if found.json is None:
+        found.json = DEFAULT_JSON if whole else PARTIAL_JSON
     if found.workloads is None:
         found.workloads = [*suite.workloads]
     if found.open is None:
@@ -111,6 +118,8 @@ def main() -> None:
     waited: list[Waiting] = []
 
     def write() -> Result:
+        tuned = [each.name for each in results if each.peer_ways()]
+        tuned += [each.tuned for each in suite.curves if curves and each.tuned is not None]
         found = Result(
             command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
             begun=begun.isoformat(timespec="seconds"),
@@ -119,7 +128,7 @@ def main() -> None:
             rounds=chosen.rounds,
             server_flags=flags,
             machine=described,
-            peers={peer.name: peer.described(each.name for each in results if each.peer_ways()) for peer in peers},
+            peers={peer.name: peer.described(dict.fromkeys(tuned)) for peer in peers},
             load_before=load_before,
             load_after=machine.load_average(),
             workloads=results,
@@ -170,7 +179,7 @@ def main() -> None:
                 grown = growth(service.address, chosen.growth, status.update)
             console.print(table.growth(grown), "")
     found = write()
-    if goals := goals_of(results, waited):
+    if goals := goals_of(results, waited, curves):
         console.print(table.reached(goals), "")
     console.print(
         f"Medians of {chosen.rounds} rounds of {chosen.seconds:g} s; spread is half the range of the rate over its "

@@ -30,13 +30,15 @@ MANY: Final = 64
 
 @dataclass(frozen=True)
 class Growing:
-    """A variable, its description and unit, the workload at each of its values, and whether peers are measured."""
+    """A variable, its description and unit, and the workload at each of its values. Peers are measured with their
+    settings for the workload `tuned`; not at all if that is None.
+    """
 
     name: str
     description: str
     unit: str
     workloads: dict[int, Workload]
-    peers: bool = True
+    tuned: str | None = None
 
     @property
     def operation(self) -> str:
@@ -67,16 +69,20 @@ class Payload(Attention):
 BYTES_A_TOKEN: Final = 2 * HEAD_DIM * 4
 
 
-def _concurrency(workload: Workload, description: str, *, peers: bool = False) -> Growing:
+ALONE: Final = Attention("curves with 1 in flight", 1, (1024,))
+"""The workload for which peers are tuned that are to be measured on curves with one request in flight."""
+
+
+def _concurrency(workload: Workload, description: str, tuned: str | None = None) -> Growing:
     """A workload with 1, 2, 4 ... 256 in flight."""
     counts = [1 << power for power in range(9)]
     points = {count: replace(workload, name=f"{count} in flight", in_flight=count) for count in counts}
     name = f"concurrency of {workload.name}"
-    return Growing(name, description, IN_FLIGHT, points, peers)
+    return Growing(name, description, IN_FLIGHT, points, tuned)
 
 
 CURVES: Final = (
-    _concurrency(WORKLOADS["S"], f"attention over 16 tokens, {HEADS} heads of {HEAD_DIM}", peers=True),
+    _concurrency(WORKLOADS["S"], f"attention over 16 tokens, {HEADS} heads of {HEAD_DIM}", "S"),
     _concurrency(WORKLOADS["M"], f"attention over 128 tokens, {HEADS} heads of {HEAD_DIM}"),
     _concurrency(WORKLOADS["A"], "a resident layer over 16 tokens"),
     Growing(
@@ -84,13 +90,13 @@ CURVES: Final = (
         f"causal attention, {HEADS} heads of {HEAD_DIM}, 1 in flight",
         "tokens",
         {length: Attention(f"{length} tokens", 1, (length,)) for length in (1, 16, 128, 1024, 8192)},
+        ALONE.name,
     ),
     Growing(
         "cached length",
         f"1 query to a resident cache, {HEADS} heads of {HEAD_DIM}, 1 in flight",
         "tokens in the cache",
         {tokens: Decode(f"{tokens} cached", 1, (1,), tokens=tokens) for tokens in (16, 256, 2048, 16_384, 65_536)},
-        peers=False,
     ),
     Growing(
         "payload",
@@ -100,6 +106,7 @@ CURVES: Final = (
             size: Payload(f"{size} bytes", 1, (size // BYTES_A_TOKEN,), causal=False)
             for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
         },
+        ALONE.name,
     ),
 )
 
@@ -122,7 +129,6 @@ CUDA_CURVES: Final = (
             tokens: Decode(f"{tokens} cached", 1, (1,), tokens=tokens, shape=BRAIN, device="cuda")
             for tokens in (16, 256, 2048, 16_384, 131_072)
         },
-        peers=False,
     ),
 )
 
@@ -142,17 +148,18 @@ def curves(
     server_flags: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Curve]:
-    """Measures curves; those of the same operation share one server of each kind. Raises WrongAnswerError."""
+    """Measures curves; those of the same operation and peers' settings share one server of each kind. Raises
+    WrongAnswerError.
+    """
     found: dict[str, Curve] = {}
-    for operation in dict.fromkeys(kind.operation for kind in kinds):
-        asking = [kind for kind in kinds if kind.operation == operation]
+    for operation, tuned in dict.fromkeys((kind.operation, kind.tuned) for kind in kinds):
+        asking = [kind for kind in kinds if (kind.operation, kind.tuned) == (operation, tuned)]
         pool = max(workload.cache_bytes for workload in points(asking))
-        compared = peers if any(kind.peers for kind in asking) else ()
-        with servers(points(asking)[0], compared, server_flags, progress, pool) as (_, ways):
-            own = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
-            others = {name: way for name, way in ways.items() if way.peer is not None and "stream" not in name}
+        compared = () if tuned is None else peers
+        with servers(points(asking)[0], compared, server_flags, progress, pool, tuned) as (_, ways):
+            chosen = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
+            chosen |= {name: way for name, way in ways.items() if way.peer is not None and "stream" not in name}
             for kind in asking:
-                chosen = {**own, **(others if kind.peers else {})}
                 found[kind.name] = _curve(loop, kind, chosen, seconds, progress)
     return [found[kind.name] for kind in kinds]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from benchmarks.measure import IN_PROCESS, SERVICE
-from benchmarks.results import WorkloadResult
+from benchmarks.results import Curve, WorkloadResult, by_concurrency
 from benchmarks.waiting import Waiting
 
 TRANSPORT: Final = "transport, stream"
@@ -110,7 +110,13 @@ WAITING: Final = 1.2
 """The most memory that a waiting request may take, relative to its size."""
 
 
-def goals(results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = ()) -> list[Goal]:
+FLAT: Final = 1.2
+"""Up to this ratio of the highest to the lowest, costs are called flat."""
+
+
+def goals(
+    results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = (), curves: Sequence[Curve] = ()
+) -> list[Goal]:
     """The goals of the workloads that were measured; for memory, one per size, of the way that takes most."""
     by_name = {result.name: result for result in results}
     found = [
@@ -122,4 +128,7 @@ def goals(results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = ()) ->
         worst = max((each for each in waiting if each.payload == size), key=lambda each: each.ratio)
         what = f"memory of a waiting request of {size / 1024:,.0f} KiB, of its size ({worst.way.partition(', ')[2]})"
         found.append(Goal("", what, WAITING, at_least=False, found=worst.ratio))
+    for curve in by_concurrency(curves):
+        what = "server CPU per token from 1 to 256 in flight, the highest of the lowest"
+        found.append(Goal(curve.name.split()[-1], what, FLAT, at_least=False, found=curve.unevenness(SERVICE)))
     return found

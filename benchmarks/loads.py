@@ -15,12 +15,12 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from attnserve import AsyncClient, Client
+from attnserve import AsyncClient, AttnServeError, Client
 from attnserve_server.host.cpus import usable_cpus
 from benchmarks import raw
 from benchmarks.arrivals import Arrivals
 from benchmarks.messages import call, replies
-from benchmarks.meters import Meter, Reply
+from benchmarks.meters import Meter, Refused, Reply
 from benchmarks.workload import Batch, Workload
 
 Load: TypeAlias = Callable[[str, Workload, Arrivals, Meter], Awaitable[None] | None]
@@ -90,7 +90,10 @@ async def async_sdk(address: str, workload: Workload, arrivals: Arrivals, meter:
     async with AsyncClient(address) as client:
 
         async def ask(number: int) -> Reply:
-            output: Reply = (await workload.submit_async(client, arrays[number])).output
+            try:
+                output: Reply = (await workload.submit_async(client, arrays[number])).output
+            except AttnServeError as error:
+                return _refused(error)
             return output
 
         await raw.calls(ask, arrivals, meter)
@@ -106,7 +109,11 @@ def sync_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter)
         if workload.in_flight == 1:
             while going:
                 number, begin = next(numbers), perf_counter()
-                going = meter.replied(number, begin, workload.ask(client, arrays[number]).output)
+                try:
+                    reply: Reply = workload.ask(client, arrays[number]).output
+                except AttnServeError as error:
+                    reply = _refused(error)
+                going = meter.replied(number, begin, reply)
             return
         done: queue.SimpleQueue[tuple[int, float, Future[Any]]] = queue.SimpleQueue()
 
@@ -119,9 +126,17 @@ def sync_sdk(address: str, workload: Workload, arrivals: Arrivals, meter: Meter)
             send()
         while going:
             number, begin, future = done.get()
-            going = meter.replied(number, begin, future.result().output)
+            try:
+                reply = future.result().output
+            except AttnServeError as error:
+                reply = _refused(error)
+            going = meter.replied(number, begin, reply)
             send()
         # Requests in flight end with the client.
+
+
+def _refused(error: AttnServeError) -> Refused:
+    return Refused(f"{error.code.name}: {error}")
 
 
 LOADS: Final[dict[str, Load]] = {

@@ -122,10 +122,12 @@ def servers(
     server_flags: Sequence[str],
     progress: Callable[[str], None],
     cache_bytes: int | None = None,
+    tuned: str | None = None,
 ) -> Iterator[tuple[dict[str, Running], dict[str, Way]]]:
     """Runs the service, and the peers if they can serve a workload: the servers by name, and the ways of calling them.
 
-    `cache_bytes` is the service's pool of caches; by default what the workload needs.
+    `cache_bytes` is the service's pool of caches; by default what the workload needs. Peers have their settings for the
+    workload that is called `tuned`; by default for this one.
     """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnserve-bench-")))
@@ -137,7 +139,8 @@ def servers(
         ways = {f"attnserve, {name}": Way(service, load, prepared=True) for name, load in LOADS.items()}
         for peer in peers if workload.peers else ():
             progress(f"starting {peer.name}")
-            found[peer.name] = stack.enter_context(serving(peer, workload, peer.settings_for(workload.name), directory))
+            settings = peer.settings_for(tuned or workload.name)
+            found[peer.name] = stack.enter_context(serving(peer, workload, settings, directory))
             for name, load in peer.loads.items():
                 ways[f"{peer.name}, {name}"] = Way(found[peer.name], load, peer)
         yield found, ways
@@ -289,7 +292,10 @@ class _Batches:
 def _figures(found: Measurement, way: Way, batch_requests: float | None) -> RoundFigures:
     """FIGURES of a measurement; latencies and costs per request are None if all requests were refused."""
     count = len(found.latencies)
-    p50, p99, p999 = (np.percentile(found.latencies, (50, 99, 99.9)) * 1e6).tolist() if count else (None,) * 3
+    p50, p99, p999 = (
+        float(np.percentile(found.latencies, percent)) * 1e6 if count >= least else None
+        for percent, least in ((50, 1), (99, 100), (99.9, 1000))
+    )
     return {
         "requests_per_second": count / found.seconds,
         "tokens_per_second": found.tokens / found.seconds,
@@ -300,6 +306,7 @@ def _figures(found: Measurement, way: Way, batch_requests: float | None) -> Roun
         "client_cpu_us": found.client_cpu / count * 1e6 if count else None,
         "batch_requests": batch_requests,
         "other_cores": found.other_cpu / found.seconds,
+        "requests": float(count),
     }
 
 

@@ -63,7 +63,7 @@ def report(result: Result) -> str:
 
 def brief(result: Result) -> str:
     """The part that is shown for other machines: how it was made, one line per workload, and the goals."""
-    reached = [table.reached(goals(result.workloads, result.waiting))] if result.peers else []
+    reached = [table.reached(goals(result.workloads, result.waiting, result.curves))] if result.peers else []
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, reached)))
 
 
@@ -84,7 +84,8 @@ def _made(result: Result) -> str:
         f"{cpu}, {cores} cores, {memory / 2**30:.0f} GiB; {system}; {versions}.",
         f"The service was started with `{' '.join(result.server_flags)}`, afresh for each workload.",
         *(
-            f"{peer['what']}; {peer['versions']}. Its settings, the fastest of those tried: {peer['settings']}."
+            f"{peer['what']}; {peer['versions']}. Its settings, the fastest of those tried ({peer['tuned']}): "
+            f"{peer['settings']}."
             for peer in result.peers.values()
         ),
         f"Medians of {result.rounds} rounds of {result.seconds:g} s; spread is half the range of the rounds' rates "
@@ -95,8 +96,8 @@ def _made(result: Result) -> str:
         (marked, rows), (mean, worst) = result.marked(), result.others()
         points[-1] += f" Other processes took {mean:.1%} of the machine on average, {worst:.0%} in the worst round."
         points.append(
-            f"`{table.MARK}` marks {marked} of {rows} rows: a spread above {NOISY:.0%}, or others that took more than "
-            f"{NOISY:.0%} of the machine."
+            f"`{table.MARK}` marks {marked} of {rows} rows: a spread above {NOISY:.0%} (in an open loop of the p99), "
+            f"or others that took more than {NOISY:.0%} of the machine."
         )
     if result.workloads and result.too_noisy:
         points.insert(0, "**The machine was too noisy for these figures to be relied on.**")

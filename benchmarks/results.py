@@ -33,9 +33,11 @@ FIGURES: Final = (
     "client_cpu_us",
     "batch_requests",
     "other_cores",
+    "requests",
 )
 """What is measured for each way of calling: rates, percentiles of latency, CPU time of the server and of the load
-generator per request, the mean number of requests in the server's batches, and the cores busy with something else."""
+generator per request, the mean number of requests in the server's batches, the cores busy with something else, and how
+many requests were answered. A percentile that is only the longest of too few latencies is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,13 @@ class Memory:
     peak: int | None
 
 
+def _noisy(figures: Figures, name: str, cores: int) -> bool:
+    """Whether one of the figures varies, or others took so much of the machine, that it is to be marked."""
+    figure, others = figures[name], figures["other_cores"]
+    assert others is not None
+    return (figure is not None and figure.spread > NOISY) or others.median > NOISY * cores
+
+
 GOAL_S: Final = 0.05
 """Goodput counts the replies that arrive within this time after their requests were due."""
 
@@ -81,6 +90,10 @@ class OpenResult:
     of: str
     share: float
     figures: Figures
+
+    def noisy(self, cores: int) -> bool:
+        """Whether its 99th percentile is to be marked as noisy, on a machine with this many cores."""
+        return _noisy(self.figures, "p99_us", cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +127,7 @@ class WorkloadResult:
 
     def noisy(self, way: str, cores: int) -> bool:
         """Whether the figures of a way are to be marked as noisy, on a machine with this many cores."""
-        rate, others = self.ways[way]["requests_per_second"], self.ways[way]["other_cores"]
-        assert rate is not None
-        assert others is not None
-        return rate.spread > NOISY or others.median > NOISY * cores
+        return _noisy(self.ways[way], "requests_per_second", cores)
 
     def peer_ways(self) -> list[str]:
         """The ways of calling peers."""
@@ -203,11 +213,13 @@ class Result:
     def marked(self) -> tuple[int, int]:
         """How many rows are marked as noisy, and how many rows there are."""
         noisy = [each.noisy(way, self.cores) for each in self.workloads for way in each.ways]
+        noisy += [loop.noisy(self.cores) for each in self.workloads for loop in each.open]
         return sum(noisy), len(noisy)
 
     def others(self) -> tuple[float, float]:
         """The share of the machine that other processes took: on average, and in the worst round."""
         figures = [figures["other_cores"] for each in self.workloads for figures in each.ways.values()]
+        figures += [loop.figures["other_cores"] for each in self.workloads for loop in each.open]
         shares = [value / self.cores for figure in figures if figure is not None for value in figure.rounds]
         return statistics.fmean(shares), max(shares)
 

@@ -222,7 +222,7 @@ def open_row(result: OpenResult, cores: int) -> list[str]:
         _shown(figures, "offered_per_second"),
         _shown(figures, "goodput_per_second"),
         _latency(figures, "p50_us"),
-        _latency(figures, "p99_us"),
+        _latency(figures, "p99_us") + (f" {MARK}" if result.noisy(cores) else ""),
         _latency(figures, "p999_us"),
         "" if tail is None else f"{tail.spread:.0%}",
         _shown(figures, "server_cpu_us"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ MOST: Final = 1000
 QUEUED: Final = "attnserve_queue_requests"
 PATIENCE_S: Final = 60.0
 POLL_S: Final = 0.01
+RUNS: Final = 3
+"""How often each is measured: memory that the allocator happens to keep is as much as that of some requests."""
 FLAGS: Final = (
     *("--max-wait", "1h", "--max-queue-time", "0", "--max-batch-requests", "4096", "--max-batch-flops", "1e15"),
     *("--max-flops", "1e15", "--cache-bytes", "1MiB"),
@@ -52,12 +55,19 @@ Send: TypeAlias = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The memory that each of `requests` waiting requests takes, for one way of calling, and its own size, in bytes."""
+    """The memory that each of `requests` waiting requests takes, for one way of calling, in each of some runs; and its
+    own size, all in bytes.
+    """
 
     way: str
     payload: int
     requests: int
-    memory: float
+    runs: list[float]
+
+    @property
+    def memory(self) -> float:
+        """The median of the runs."""
+        return statistics.median(self.runs)
 
     @property
     def ratio(self) -> float:
@@ -72,22 +82,28 @@ def waiting(
     sizes: Sequence[int] = SIZES,
     total: int = TOTAL,
 ) -> list[Waiting]:
-    """Measures each way and size with a service of its own. Raises TimeoutError if requests do not reach its queue.
+    """Measures each way and size a few times, with a service of its own each time. Raises TimeoutError if requests do
+    not reach its queue.
 
     Empty if the system does not tell a process's own memory.
     """
     found = []
     for way in WAYS:
         for size in sizes:
-            progress(f"memory of requests that wait: {way}, {size:,} bytes")
-            with running(*attnserve(*server_flags, *FLAGS)) as service:
-                if service.own_bytes() is not None:
-                    found.append(loop.run(_waiting(service, way, size, total)))
+            request, count = _request(size), min(MOST, max(2 * FIRST, total // size))
+            runs = []
+            for number in range(1, RUNS + 1):
+                progress(f"memory of requests that wait: {way}, {size:,} bytes, run {number} of {RUNS}")
+                with running(*attnserve(*server_flags, *FLAGS)) as service:
+                    if service.own_bytes() is None:
+                        return []
+                    runs.append(loop.run(_memory(service, way, request, count)))
+            found.append(Waiting(f"attnserve, {way}", len(request), count, runs))
     return found
 
 
-async def _waiting(service: Running, way: str, size: int, total: int) -> Waiting:
-    request, count = _request(size), min(MOST, max(2 * FIRST, total // size))
+async def _memory(service: Running, way: str, request: bytes, count: int) -> float:
+    """The bytes that each of so many waiting requests takes."""
     counts, memory = (0, count // FIRST, count), []
     async with WAYS[way](service.address, request) as send:
         for before, after in itertools.pairwise(counts):
@@ -100,7 +116,7 @@ async def _waiting(service: Running, way: str, size: int, total: int) -> Waiting
                         break
             memory.append(service.own_bytes() or 0)
     _, few, many = counts
-    return Waiting(f"attnserve, {way}", len(request), count, (memory[1] - memory[0]) / (many - few))
+    return (memory[1] - memory[0]) / (many - few)
 
 
 def _request(size: int) -> bytes:

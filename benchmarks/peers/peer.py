@@ -18,7 +18,10 @@ from benchmarks.servers import Running
 
 ENVIRONMENTS: Final = Path(__file__).parents[2] / ".venv-peers"
 SETTINGS: Final = Path(__file__).with_name("settings.json")
-"""The fastest settings of each peer for each workload, as found by `tune.py`."""
+"""The fastest settings of each peer for each workload, as found by `tune.py`, and where and when that was."""
+
+TUNED: Final = "tuned"
+"""The key of where and when, by peer."""
 
 KEEPING_MEMORY: Final = {
     "MALLOC_MMAP_THRESHOLD_": str(allocator.LARGEST_OF_A_HEAP),
@@ -81,6 +84,7 @@ class Peer(ABC):
             "what": self.description,
             "versions": ", ".join(f"{name} {found[name]}" for name in self.packages),
             "settings": "; ".join(f"{', '.join(names)}: {settings}" for settings, names in named.items()),
+            "tuned": json.loads(SETTINGS.read_text("utf-8"))[TUNED][self.name],
         }
 
 

@@ -11,17 +11,24 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
 from attnserve_server.host.cpus import usable_cpus
+from benchmarks import machine
+from benchmarks.curves import ALONE
 from benchmarks.measure import Way, check, closed, quietest, serving
 from benchmarks.peers.mosec import Mosec
-from benchmarks.peers.peer import SETTINGS, Peer
+from benchmarks.peers.peer import SETTINGS, TUNED, Peer
 from benchmarks.peers.triton import Triton
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
+
+TO_TUNE: Final = {**{name: each for name, each in WORKLOADS.items() if each.peers}, ALONE.name: ALONE}
+"""The workloads that peers are measured with."""
 
 
 def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
@@ -59,18 +66,26 @@ def main() -> None:
     """Tries all settings and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.tune", description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--workloads", default=",".join(name for name, each in WORKLOADS.items() if each.peers))
+    parser.add_argument("--peers", default="Triton,Mosec")
+    parser.add_argument("--workloads", default=",".join(TO_TUNE))
     chosen = parser.parse_args()
+    if unknown := set(chosen.workloads.split(",")) - TO_TUNE.keys():
+        parser.error(f"--workloads: expected some of {', '.join(TO_TUNE)}, found {', '.join(sorted(unknown))}")
+    if unknown := set(chosen.peers.split(",")) - {Triton.name, Mosec.name}:
+        parser.error(f"--peers: expected some of {Triton.name}, {Mosec.name}, found {', '.join(sorted(unknown))}")
     console = Console(highlight=False)
     found = json.loads(SETTINGS.read_text("utf-8"))
+    described = machine.describe("cpu")
+    where = f"{described['cpu']}, {described['cores']} cores, {datetime.now(UTC):%Y-%m-%d}"
     with asyncio.Runner() as loop:
-        for peer in (Triton(), Mosec()):
+        for peer in (each for each in (Triton(), Mosec()) if each.name in chosen.peers.split(",")):
             for name in chosen.workloads.split(","):
                 rates = []
-                for settings in variants(peer, WORKLOADS[name]):
-                    rates.append((rate(loop, peer, WORKLOADS[name], settings, chosen.seconds), settings))
+                for settings in variants(peer, TO_TUNE[name]):
+                    rates.append((rate(loop, peer, TO_TUNE[name], settings, chosen.seconds), settings))
                     console.print(f"{peer.name}, {name}: {rates[-1][0]:,.1f} requests/s with {settings}")
                 _, found.setdefault(peer.name, {})[name] = max(rates, key=lambda each: each[0])
+                found.setdefault(TUNED, {})[peer.name] = where
                 SETTINGS.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
     console.print(f"written to {SETTINGS}")
 

@@ -121,6 +121,8 @@ def test_costs_by_concurrency_are_of_tokens_and_say_how_even_they_are() -> None:
     assert by_concurrency([curve, replace(curve, unit="tokens")]) == [curve]
     assert curve.unevenness(SERVICE) == 4.0
     assert curve.steepness(SERVICE) == 1.1
+    (goal,) = goals([], (), [curve])
+    assert (goal.workload, goal.found, goal.reached) == ("S", 4.0, False)
     costs = [next(iter(column.cells)) for column in table.token_costs([curve]).columns]
     assert costs == [f"S: {SERVICE}", "8", "4", "2", "–", "2.5", "3", "2.2", "4.00", "1.10"]
     shown = table.curve(curve)
@@ -129,7 +131,10 @@ def test_costs_by_concurrency_are_of_tokens_and_say_how_even_they_are() -> None:
 
 
 def test_memory_of_what_waits_is_over_its_size() -> None:
-    found = [Waiting("attnserve, stream", 2048, 10, 3072.0), Waiting("attnserve, unary", 2048, 10, 2048.0)]
+    found = [
+        Waiting("attnserve, stream", 2048, 10, [3072.0]),
+        Waiting("attnserve, unary", 2048, 10, [9.0, 2048.0, 9999.0]),
+    ]
     assert [list(column.cells) for column in table.waiting(found).columns] == [
         ["attnserve, stream", "attnserve, unary"],
         ["1.50, 1", "1.00, 0"],
@@ -205,9 +210,11 @@ def test_open_loops_say_how_busy_the_machine_was() -> None:
     """At equal shares of their own capacities, servers keep different shares of cores busy, which affects tails."""
     figures = {name: Figure.of([100.0]) for name in OPEN_FIGURES}
     figures |= {"server_cpu_us": Figure.of([9_000.0]), "client_cpu_us": Figure.of([6_000.0])}
+    figures["other_cores"] = Figure.of([0.1])
     cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, figures), 2)
     assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == "75%"
     nothing = {**dict.fromkeys(OPEN_FIGURES), "requests_per_second": Figure.of([0.0])}
+    nothing["other_cores"] = figures["other_cores"]
     cells = table.open_row(OpenResult("Mosec, http", "Mosec, http", 0.9, nothing), 2)
     assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == ""
 
@@ -215,9 +222,14 @@ def test_open_loops_say_how_busy_the_machine_was() -> None:
 def test_open_loops_of_a_slow_machine_fit_their_table() -> None:
     figures = {name: Figure.of([1_225.0]) for name in OPEN_FIGURES} | {"batch_requests": Figure.of([128.0])}
     figures |= {"p50_us": Figure.of([99_999.0]), "p99_us": Figure.of([99_999.9]), "p999_us": Figure.of([206_764.0])}
+    figures["other_cores"] = Figure.of([0.1])
     loop = OpenResult(SERVICE, SERVICE, 0.9, figures)
     (_, _, _, _, *latencies, _, _, _, _, _) = table.open_row(loop, 2)
     assert latencies == ["99,999", "100 k", "207 k"]
+    for noise in ({"p99_us": Figure.of([60.0, 100.0])}, {"other_cores": Figure.of([0.4])}):
+        noisy = replace(loop, figures={**figures, **noise})
+        assert (loop.noisy(2), noisy.noisy(2)) == (False, True)
+        assert table.open_row(noisy, 2)[5].endswith(table.MARK)
     shown = table.opened(WorkloadResult("S1", "16 tokens", 1, 16.0, {}, {}, [loop], {}), 2)
     assert Console(width=2 * table.WIDTH).measure(shown).maximum <= table.WIDTH
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from benchmarks.measure import (
     TRANSPORT,
     Way,
     check,
+    closed,
 )
 from benchmarks.messages import call, replies
 from benchmarks.meters import Check, Refused
@@ -207,7 +209,7 @@ def test_curves_and_memory_are_in_the_file_before_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curve = Curve("length", "attention", "tokens", {SERVICE: [Point(1, 100.0, 10.0, 1.0)]}, {})
-    waited = Waiting("attnserve, stream", 1024, 8, 1100.0)
+    waited = Waiting("attnserve, stream", 1024, 8, [1100.0])
     file = tmp_path / "cut.json"
 
     def memory(*arguments: Any) -> list[Waiting]:
@@ -266,7 +268,7 @@ def test_report_of_another_machine_goes_to_its_own_place_in_brief(run: Run, tmp_
 
 def test_a_report_without_workloads_has_what_was_measured(run: Run) -> None:
     """As of `--workloads none`, for the memory of what waits."""
-    waited = [Waiting("attnserve, stream", 1024, 8, 1100.0)]
+    waited = [Waiting("attnserve, stream", 1024, 8, [1100.0])]
     text = report(replace(Result.read(run.file), workloads=[], waiting=waited))
     assert "Load average" in text
     assert "Other processes" not in text
@@ -375,6 +377,16 @@ def test_workloads_of_models_are_served_and_computed_as_defined(workload: Worklo
     assert {len(workload.request(number)) for number in workload.numbers} == {len(workload.request(0))}
     assert workload.output(workload.reply(0)).shape == workload.output_shape(0)
     assert workload.output(workload.reply(0)).dtype == workload.output_dtype
+
+
+@pytest.mark.parametrize("name", ["S", "S1"])
+def test_what_the_service_refuses_is_counted_whatever_calls_it(name: str, start_server: Callable[..., Server]) -> None:
+    refusing = start_server("--max-request-flops", "1")
+    with asyncio.Runner() as loop:
+        for load in LOADS.values():
+            way = Way(Running(refusing.address, ()), load)
+            assert closed(loop, way, WORKLOADS[name], 0.05)["requests"] == 0.0
+            assert way.refused.total() > 0
 
 
 def test_memory_of_requests_that_wait_is_at_least_theirs(server: Server) -> None:

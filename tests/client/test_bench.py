@@ -31,7 +31,8 @@ def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys:
     for each in found:
         assert set(each) == FIELDS
         assert each["requests"] > 0
-        assert each["p99"] >= each["p50"] > each["compute"] > 0
+        assert each["p99_s"] >= each["p50_s"] > each["compute_s"] > 0
+        assert each["spread"] >= 0
         assert each["batch_size"] >= 1
         tokens = bench.LOADS[each["load"]].queries
         assert each["tokens_per_second"] == pytest.approx(tokens * each["requests_per_second"])
@@ -39,7 +40,7 @@ def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys:
 
 def test_a_table_says_what_the_loads_are(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", server.address, "--seconds", "0.1", "--loads", "M", "--no-open"]) == 0
-    titles, row, empty, load, note = capsys.readouterr().out.splitlines()
+    titles, row, empty, load, note, *_ = capsys.readouterr().out.splitlines()
     assert titles.split()[:3] == ["load", "loop", "req/s"]
     assert row.split()[:2] == ["M", "closed"]
     assert not empty
@@ -69,7 +70,7 @@ def test_what_ends_it_has_a_line_to_itself_on_a_terminal(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert cli.main(["bench", server.address, "--loads", "S1"]) > 0
     _, progress, complaint = capsys.readouterr().err.split("\r\x1b[K")
-    assert progress == "S1: closed loop"
+    assert progress == "S1: closed loop, round 1 of 3"
     assert complaint == "" or complaint.startswith("attnserve: ")
 
 
@@ -118,7 +119,7 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
     assert err.startswith("attnserve: unix:/nowhere/at/all: ")
 
 
-@pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"]])
+@pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"], ["--rounds", "0"], ["--rounds", "x"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *arguments])
@@ -147,7 +148,7 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
     due = int((times < 0.6).sum())
     found = bench._open("S", submit, 0.9, 200.0, 0.5, 60.0)
     assert found.requests == int(((times >= 0.1) & (times < 0.6)).sum())
-    assert found.p99 > 0.4
+    assert found.p99_s > 0.4
     assert found.in_time == 1.0, "there is a minute left"
 
 
@@ -161,6 +162,19 @@ def test_a_load_that_was_not_kept_up_with_is_marked() -> None:
     assert "open, 90% *" in text
     assert "* More were due than were answered (in time S 90%: 62%)" in text
     assert "* More" not in bench._text([closed, kept])
+
+
+def test_the_median_of_the_rounds_is_told_and_rounds_that_differ_are_marked() -> None:
+    closed = bench.Measured("S", None, None, 100, 1000.0, 1e4, 1e-3, 2e-3, 3e-3, 1e-4, 1e-4, 2.0, 1e-4)
+    rates = iter([900.0, 1200.0, 1000.0])
+    found = bench._median(3, "S", lambda: replace(closed, requests_per_second=next(rates)))
+    assert (found.requests_per_second, found.spread) == (1000.0, 0.15)
+    opened, tails = replace(closed, share=0.9, in_time=1.0), iter([0.1, 0.4, 0.2])
+    unsteady = bench._median(3, "S", lambda: replace(opened, p99_s=next(tails)))
+    assert (unsteady.p99_s, unsteady.spread) == (0.2, pytest.approx(0.75))
+    assert "~75%" in bench._text([found, unsteady])
+    assert "differ by more than 15%" in bench._text([found, unsteady])
+    assert "~" not in bench._text([found])
 
 
 def test_arrays_of_answers_are_let_go() -> None:

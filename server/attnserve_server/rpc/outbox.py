@@ -120,9 +120,9 @@ class Outbox:
             while self._unsent:
                 unsent, size = self._next()
                 sending = self._unread.begin(self._peer, size, self._is_late)
+                self._metrics.sent(size)  # a caller that has what it wanted may leave before gRPC says that it is sent
                 try:
                     await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
-                    self._metrics.sent(size)
                 finally:
                     self.bytes -= size
                     held = [each.held for each in unsent if each.held is not None]
