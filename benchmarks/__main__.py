@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -104,6 +105,14 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     """Runs what the command line asks for."""
     chosen = options(sys.argv[1:])
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no CUDA device")
+    try:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=chosen.json.parent):
+            pass
+    except OSError as error:  # rather than after minutes of measuring
+        sys.exit(f"--json: {error}")
     # Between its turns, the threads of torch in process must not take cores from the service.
     torch.set_num_threads(1)
     # As the SDK has it, once it has sent messages; for all load generators, and from the start.
@@ -207,4 +216,7 @@ def _progress(status: Status, what: str, doing: str) -> None:
 if __name__ == "__main__":
     # As by ctrl-c: the servers that it has started end with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

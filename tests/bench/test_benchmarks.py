@@ -296,6 +296,19 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
     assert capsys.readouterr().err.startswith("usage: python -m benchmarks")
 
 
+def test_what_cannot_be_measured_or_written_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--json", str(tmp_path / "file" / "bench.json")])
+    with pytest.raises(SystemExit, match=r"^--json: .*file"):
+        benchmark.main()
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--device", "cuda", "--json", str(tmp_path / "bench.json")])
+    monkeypatch.setattr(benchmark.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch sees no CUDA device"):
+        benchmark.main()
+
+
 @pytest.mark.parametrize("device", SUITES)
 def test_by_default_requests_are_made_to_wait_on_a_cpu_only(device: str) -> None:
     """On CUDA they would not: a batch begins once it has as many bytes as are copied while another computes."""
