@@ -219,6 +219,23 @@ def test_open_loops_say_how_busy_the_machine_was() -> None:
     assert dict(zip(table.OPEN_HEADINGS, cells, strict=True))["busy\n"] == ""
 
 
+def test_tails_are_compared_at_equal_shares_of_capacity_and_at_equal_load() -> None:
+    def at(way: str, of: str, share: float, p99: float) -> OpenResult:
+        figures = {**dict.fromkeys(OPEN_FIGURES), "p99_us": Figure.of([p99])}
+        return OpenResult(way, of, share, figures)
+
+    mosec, triton = "Mosec, http", "Triton, unary"
+    loops = [
+        *(at(SERVICE, SERVICE, 0.5, 1.0), at(mosec, mosec, 0.5, 1.0), at(SERVICE, mosec, 0.5, 1.0)),
+        *(at(SERVICE, SERVICE, 0.9, 60.0), at(mosec, mosec, 0.9, 100.0), at(triton, triton, 0.9, 80.0)),
+        at(SERVICE, mosec, 0.9, 30.0),
+    ]
+    result = WorkloadResult("X", "mixed", 16, 128.0, {}, {}, loops, {})
+    assert [goal.found for goal in goals([result])] == [0.75, 0.3]
+    assert [goal.found for goal in goals([replace(result, open=loops[3:4])])] == [None, None]
+    assert [goal.found for goal in goals([replace(result, open=[])])] == [None, None]
+
+
 def test_open_loops_of_a_slow_machine_fit_their_table() -> None:
     figures = {name: Figure.of([1_225.0]) for name in OPEN_FIGURES} | {"batch_requests": Figure.of([128.0])}
     figures |= {"p50_us": Figure.of([99_999.0]), "p99_us": Figure.of([99_999.9]), "p999_us": Figure.of([206_764.0])}
