@@ -69,7 +69,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("server_flags", nargs="*", help="flags of the service, after --")
     found = parser.parse_args(arguments)
     suite = SUITES[found.device]
-    whole = found.workloads is None and found.curves
+    whole = found.workloads is None and found.curves and found.memory is not False
+    whole = whole and found.growth != 0 and found.peers != []
     if found.json is None:
         found.json = DEFAULT_JSON if whole else PARTIAL_JSON
     if found.workloads is None:

@@ -96,8 +96,10 @@ class Cache(Handle):
         last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
-        layer = plans.checked_layer("layer", layer, (self._state,))
-        return self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
+        timeout = self._client._settings.timeout
+        return self._calls.perform(
+            plans.attend(self._calls.turns, self, layer, query, key, value, timeout, options, "layer")
+        )
 
     def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> Cache:
         """Makes another cache with the same content, in constant time: existing content is shared, and what either
@@ -178,8 +180,10 @@ class AsyncCache(Handle):
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
         arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
-        layer = plans.checked_layer("layer", layer, (self._state,))
-        return await self._client.attend(query, key, value, caches=self, cache_layer=layer, **options)
+        timeout = self._client._settings.timeout
+        return await self._calls.perform(
+            plans.attend(self._calls.turns, self, layer, query, key, value, timeout, options, "layer")
+        )
 
     @pending
     async def fork(self, ttl: float | None = None, *, timeout: Timeout = ...) -> AsyncCache:

@@ -67,7 +67,7 @@ def append(
     cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
 ) -> Plan[int]:
     """Appends to one layer. The result is the layer's length."""
-    layer = checked_layer("layer", layer, (cache,))
+    layer = _layer("layer", layer, (cache,))
     tokens, fields = cache_requests.appended(key, value, layout)
 
     def steps() -> Steps[int]:
@@ -124,10 +124,13 @@ def attend(
     value: ArrayLike | None,
     default_timeout: float | None,
     options: AttendOptions,
+    layer_field: str = "cache_layer",
 ) -> Plan[AttentionResult[KindT]]:
-    """Attends to caches, after appending keys and values to them, if any are given."""
+    """Attends to caches, after appending keys and values to them, if any are given. `layer_field` is what its caller
+    calls the layer.
+    """
     states = _checked(turns, caches)
-    layer = checked_layer("cache_layer", layer, states)
+    layer = _layer(layer_field, layer, states)
     call = encode_attend(query, key, value, True, default_timeout=default_timeout, **options)
     without_keys = partial(encode_attend, query, None, None, True, **options)
     steps = _attending(states, layer, call, without_keys)
@@ -262,7 +265,7 @@ def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
     return states
 
 
-def checked_layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
+def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:
     """The layer, if all caches have it; else InvalidRequestError, with the argument's name as its `field`."""
     index = arguments.count(field, layer, 0, 32)
     layers = min([state.info.layers for state in states])

@@ -1,8 +1,8 @@
 """What a stream's next message may hold, and what follows when gRPC finds a message too long.
 
-In: the calls of a stream. Out: whether a message takes another of them; which call made a message too long. No I/O, no
-clock. gRPC ends a stream at a message over a limit, whether the server's, or one that the client's caller has set, and
-does not say which message it was.
+In: the calls of a stream. Out: the bounds of a message; which call made a message too long. No I/O, no clock. gRPC ends
+a stream at a message over a limit, whether the server's, or one that the client's caller has set, and does not say
+which message it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class MessageBounds:
     def __init__(self, calls: Container[int], message_bytes: int) -> None:
         """`calls` are the ids of calls without an outcome; a message of several calls has at most `message_bytes`."""
         self._calls = calls
-        self._message_bytes = message_bytes
+        self.message_bytes = message_bytes
+        """The most that several calls in a message have together."""
         self._suspects: list[int] = []
 
     @property
@@ -31,10 +32,6 @@ class MessageBounds:
         while self._suspects and self._suspects[-1] not in self._calls:
             self._suspects.pop()
         return bool(self._suspects)
-
-    def takes(self, size: int) -> bool:
-        """Whether a message may hold several calls, of so many bytes in all."""
-        return size <= self._message_bytes and not self.one_by_one
 
     def too_long(self, affected: Sequence[Call[T]], error: AttnServeError) -> Call[T] | None:
         """The call that made a message too long, of those in flight; the others are to be sent again. None if that is
@@ -51,7 +48,7 @@ class MessageBounds:
             return None
         longest = max(affected, key=_message_size)
         if longest.size < longest.message_size:
-            self._message_bytes = longest.message_size // 2
+            self.message_bytes = longest.message_size // 2
             return None
         return longest
 

@@ -200,13 +200,13 @@ class Multiplexer(Generic[T]):
         if self._cancelled:
             message.append(cancellation(self._cancelled[:MESSAGE_CALLS]))
             del self._cancelled[:MESSAGE_CALLS]
-        most = MESSAGE_CALLS
-        if self._bounds.one_by_one and any(call.stream == stream for call in self._calls.values()):
-            most = 0
+        most, most_bytes = MESSAGE_CALLS, self._bounds.message_bytes
+        if self._bounds.one_by_one:
+            most = 0 if any(call.stream == stream for call in self._calls.values()) else 1
         while self._ready and len(calls) < most:
             call = self._ready.next()
             if call.deadline > now:  # expired ones are left to `tick`
-                if calls and not self._bounds.takes(size + call.size):
+                if calls and size + call.size > most_bytes:
                     self._ready.join(call)
                     break
                 message.append(prefix(call, now))
