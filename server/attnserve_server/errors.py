@@ -32,6 +32,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from attnserve._fields import ManyFieldsError
+from attnserve._wire import MOST_FIELDS
 from attnserve_server.no_room import NoRoom
 from attnserve_server.statuses import error_info, status_of
 
@@ -120,8 +121,11 @@ class Malformed(InvalidRequest):
     """Bytes that are not the message they should be, or a message with more fields than any needs."""
 
     def __init__(self, field: str, what: object) -> None:
-        reason = LIMIT_EXCEEDED if isinstance(what, ManyFieldsError) else "MALFORMED_MESSAGE"
-        super().__init__(field, "a serialised message", what, reason)
+        if isinstance(what, ManyFieldsError):
+            expected = f"at most {MOST_FIELDS} fields"
+            super().__init__(field, expected, "more", LIMIT_EXCEEDED, limit="max_request_fields")
+        else:
+            super().__init__(field, "a serialised message", what, "MALFORMED_MESSAGE")
 
 
 class Unauthenticated(RequestError):

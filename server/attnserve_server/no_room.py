@@ -100,8 +100,8 @@ def too_many_unread(limit: int, of_all: bool = False) -> NoRoom:
 
 def _too_many(things: str, bound: str, reason: str, limit: int, of_all: bool) -> NoRoom:
     whose = "all callers together have" if of_all else "the caller has"
-    message = f"{whose} {limit} {things}, the most that {'they' if of_all else 'one'} may have"
-    return NoRoom(bound, message, reason, OPEN_RETRY_DELAY, {"limit": str(limit)}, bound)
+    message = f"{whose} as many {things} as {'they' if of_all else 'one'} may have: {limit}"
+    return NoRoom(bound, message, reason, OPEN_RETRY_DELAY, {"bound": bound, "most": str(limit)}, bound)
 
 
 def _worded(bound: str, limit: float) -> str:

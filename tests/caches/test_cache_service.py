@@ -156,6 +156,7 @@ def test_messages_without_tensors_are_short(caller: Caller) -> None:
             ask(long)
         code, info = failure(caught.value)
         assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "LIMIT_EXCEEDED")
+        assert info.metadata["limit"] == "max_plain_message_bytes"
     caller.delete(long[:-1000])
 
 

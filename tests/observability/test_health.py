@@ -212,7 +212,7 @@ async def test_a_connection_has_so_many_watches_and_all_together_have(
     """And each that leaves makes room."""
     first = watches(stub, OF_ONE)
     assert {await read(watch) for watch in first} == {NOT_SERVING}
-    assert await refused(*watches(stub, 1)) == f"the caller has {OF_ONE} streams, the most that one may have"
+    assert await refused(*watches(stub, 1)) == f"the caller has as many streams as one may have: {OF_ONE}"
     assert await check(stub, "") == NOT_SERVING, "it is no stream"
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server[1]}", own) as channel:
@@ -220,7 +220,7 @@ async def test_a_connection_has_so_many_watches_and_all_together_have(
         others = watches(other, OF_ALL - OF_ONE)
         assert {await read(watch) for watch in others} == {NOT_SERVING}
         assert await refused(*watches(other, 1)) == (
-            f"all callers together have {OF_ALL} streams, the most that they may have"
+            f"all callers together have as many streams as they may have: {OF_ALL}"
         )
         first[0].cancel()
         await check(stub, "")  # by now, the server has seen the cancellation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,7 @@ def test_bytes_and_streams(metrics: Metrics) -> None:
 
 def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
     waiting: list[int] = []
+    most = [1.0]
     load = scraped.Load(
         queue_requests=lambda: len(waiting),
         queue_bytes=lambda: sum(waiting),
@@ -132,7 +134,7 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         in_flight_bytes=lambda: 2 * sum(waiting),
         in_flight_flops=lambda: 1e9 * len(waiting),
         in_flight_seconds=lambda: 0.5 * len(waiting),
-        limits={"requests": 10, "bytes": 4096, "flops": 1e12, "seconds": 0},
+        limits={"requests": lambda: 10, "bytes": lambda: 4096, "flops": lambda: 1e12, "seconds": lambda: most[-1]},
     )
     metrics.watch(load)
     names = (
@@ -146,9 +148,12 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
     assert [value(metrics, f"attnserve_{name}") for name in names] == [0, 0, 0, 0, 0, 0]
     waiting += [100, 200]
     assert [value(metrics, f"attnserve_{name}") for name in names] == [2, 300, 4, 600, 2e9, 1.0]
-    bounds = ("requests", "bytes", "flops")
-    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12]
-    assert 'bound="seconds"' not in generate_latest(metrics.registry).decode(), "0 is no bound"
+    bounds = ("requests", "bytes", "flops", "seconds")
+    assert [value(metrics, "attnserve_in_flight_limit", bound=bound) for bound in bounds] == [10, 4096, 1e12, 1]
+    most += [0.25]
+    assert value(metrics, "attnserve_in_flight_limit", bound="seconds") == 0.25
+    most += [math.inf]
+    assert 'bound="seconds"' not in generate_latest(metrics.registry).decode(), "there is no bound"
 
 
 def test_the_use_of_the_device(metrics: Metrics) -> None:

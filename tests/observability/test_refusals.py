@@ -238,7 +238,10 @@ def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Se
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "has 2 streams" in status.message
         info_of_error = calls.detail(status, error_details_pb2.ErrorInfo)
-        assert (info_of_error.reason, info_of_error.metadata["limit"]) == ("TOO_MANY_STREAMS", "2")
+        assert (info_of_error.reason, dict(info_of_error.metadata)) == (
+            "TOO_MANY_STREAMS",
+            {"bound": "caller_streams", "most": "2"},
+        )
         assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="caller_streams") == 1
         other = calls.Stream(neighbour)
         other.send(calls.call(1, request))

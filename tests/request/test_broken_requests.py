@@ -162,8 +162,10 @@ def test_a_broken_field_is_named(base: str, path: str, value: Any, field: str) -
     details = error.status().details
     assert details[0].Unpack(info)
     assert details[1].Unpack(bad_request)
-    reason = "LIMIT_EXCEEDED" if "axes" in str(error) else "INVALID_FIELD"
-    assert (info.reason, info.metadata["field"]) == (reason, field)
+    limits = {"at most 4 axes": "max_rank", "lengths of at most 2147483647": "max_axis_length"}
+    limit = next((name for words, name in limits.items() if f"expected {words} ({name})" in str(error)), None)
+    metadata = {"field": field} if limit is None else {"field": field, "limit": limit}
+    assert (info.reason, dict(info.metadata)) == ("INVALID_FIELD" if limit is None else "LIMIT_EXCEEDED", metadata)
     assert [violation.field for violation in bad_request.field_violations] == [field]
 
 

@@ -16,7 +16,7 @@ def test_one_caller_has_so_many_and_another_as_many() -> None:
         for share in ("a", "b", "a", "b"):
             stack.enter_context(streams.one_more(share))
         for share in ("a", "b"):
-            with pytest.raises(Overloaded, match="the caller has 2 streams"):
+            with pytest.raises(Overloaded, match="the caller has as many streams as one may have: 2"):
                 stack.enter_context(streams.one_more(share))
     with streams.one_more("a"), streams.one_more("a"):
         pass
@@ -27,7 +27,7 @@ def test_callers_that_cannot_be_told_apart_are_bounded_together_only() -> None:
     with ExitStack() as stack:
         for share in (None, None, "a"):
             stack.enter_context(streams.one_more(share))
-        with pytest.raises(Overloaded, match="all callers together have 3 streams") as caught:
+        with pytest.raises(Overloaded, match="all callers together have as many streams as they may have: 3") as caught:
             stack.enter_context(streams.one_more("b"))
     assert (caught.value.reason, caught.value.rejection) == ("TOO_MANY_STREAMS", "caller_streams")
 

@@ -106,7 +106,7 @@ def test_so_many_calls_of_a_caller_may_wait_for_theirs(start_server: Callable[..
         error: Any = refused.exception()
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         status = calls.status_of(error)
-        assert status.message == "the caller has 3 calls whose messages have not come, the most that one may have"
+        assert status.message == "the caller has as many calls whose messages have not come as one may have: 3"
         assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "TOO_MANY_UNSENT"
         assert calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
         assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unsent_messages") == 1

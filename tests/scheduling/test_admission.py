@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -138,6 +139,7 @@ class Waiting:
 @pytest.mark.parametrize(("batch_requests", "kept"), [(1, ALWAYS_WAIT), (50, ALWAYS_BATCHES * 50)])
 def test_a_queue_that_stays_is_kept_short_until_it_has_nearly_gone(batch_requests: int, kept: int) -> None:
     waiting = Waiting(batch_requests)
+    assert waiting.admission.longest_seconds == 10.0
     assert waiting.fill() == pytest.approx(1000, abs=10)
     for left in (900, kept + kept // 10, kept):
         waiting.until(left)
@@ -145,6 +147,7 @@ def test_a_queue_that_stays_is_kept_short_until_it_has_nearly_gone(batch_request
     for left in (kept // 2, kept // 4 + kept // 20 + 1):
         waiting.until(left)
         assert waiting.fill() == pytest.approx(kept, abs=1), "no more than keep the device busy"
+        assert waiting.admission.longest_seconds == pytest.approx(kept * 0.01, rel=0.05)
     waiting.until(kept // 4 - 1)
     assert waiting.fill() == pytest.approx(1000, abs=10), "a queue that had gone may be long again"
 
@@ -170,7 +173,9 @@ def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
 
 
 def test_without_a_bound_on_time_there_is_none() -> None:
-    assert queue_of(1000, 60.0, 0.0).requests == 1000
+    admission = queue_of(1000, 60.0, 0.0)
+    assert admission.requests == 1000
+    assert admission.longest_seconds == math.inf
 
 
 def test_an_idle_server_takes_anything_whatever_it_has_measured() -> None:

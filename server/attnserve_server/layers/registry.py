@@ -137,6 +137,7 @@ class Registry:
             raise FailedPrecondition(
                 f"at most {self.max_layers} layers may be loaded (max_layers), and there would be {count}",
                 LIMIT_EXCEEDED,
+                limit="max_layers",
                 loaded=str(len(self._layers)),
             )
         for specification in specifications:

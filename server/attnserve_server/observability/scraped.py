@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,8 +34,8 @@ class Load:
     in_flight_bytes: Reading
     in_flight_flops: Reading
     in_flight_seconds: Reading
-    limits: Mapping[str, float]
-    """The bounds of requests, bytes, flops and seconds in flight. 0 is no bound."""
+    limits: Mapping[str, Reading]
+    """The bounds of requests, bytes, flops and seconds in flight. Infinity is no bound."""
 
     def collect(self) -> Iterable[Metric]:
         for name, help, reading in (
@@ -60,13 +61,13 @@ class Load:
             yield GaugeMetricFamily(name, help, reading())
         limits = GaugeMetricFamily(
             "attnserve_in_flight_limit",
-            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, more "
-            "where 16 requests or two batches take longer.",
+            "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, what 16 "
+            "requests or two batches take or, unless requests are being refused, max_queue_time if that is more.",
             labels=["bound"],
         )
         for bound, limit in self.limits.items():
-            if limit:
-                limits.add_metric([bound], limit)
+            if (most := limit()) < inf:
+                limits.add_metric([bound], most)
         yield limits
 
     def describe(self) -> Iterable[Metric]:

@@ -51,8 +51,11 @@ def tensor_at(message: Message, path: str) -> TensorSpec:
         raise InvalidRequest(f"{path}.dtype", "one of the data types", _dtypes.name(tensor.dtype))
     check_rank(f"{path}.shape", tensor.shape)
     shape = tuple(tensor.shape)
-    if any(not 0 <= length <= MAX_LENGTH for length in shape):
-        raise InvalidRequest(f"{path}.shape", f"lengths from 0 to {MAX_LENGTH}", list(shape))
+    if any(length < 0 for length in shape):
+        raise InvalidRequest(f"{path}.shape", "lengths of 0 or more", list(shape))
+    if any(length > MAX_LENGTH for length in shape):
+        allowed = f"lengths of at most {MAX_LENGTH}"
+        raise InvalidRequest(f"{path}.shape", allowed, list(shape), LIMIT_EXCEEDED, limit="max_axis_length")
     payload, size = _wire.read_ticket(tensor.data)
     expected = math.prod(shape) * dtype.itemsize
     if size != expected:

@@ -161,7 +161,7 @@ async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 def _checked_id(field: str, given: bytes) -> bytes:
     if len(given) > MAX_REQUEST_ID:
-        raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given), LIMIT_EXCEEDED)
+        raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given))
     return given
 
 

@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound, RequestError
+from attnserve_server.errors import InvalidRequest, NotFound, RequestError
 from attnserve_server.observability.health import Health
 from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.open_rpcs import OpenRpcs
@@ -78,7 +78,7 @@ class HealthService:
 def _service_in(data: bytes) -> str:
     """The service that a request is about. Raises InvalidRequest."""
     if len(data) > MAX_REQUEST_BYTES:
-        raise InvalidRequest("", f"at most {MAX_REQUEST_BYTES} bytes", len(data), LIMIT_EXCEEDED)
+        raise InvalidRequest("", f"at most {MAX_REQUEST_BYTES} bytes", len(data))
     service: str = parsed(health_pb2.HealthCheckRequest, data).service
     return service
 

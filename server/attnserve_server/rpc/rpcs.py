@@ -190,7 +190,8 @@ def when_sent(do: Callable[[], object]) -> None:
 def parsed(message_type: type[M], data: bytes) -> M:
     """Parses a message without tensors. Raises Malformed, and InvalidRequest if it is too long."""
     if len(data) > MAX_PLAIN_BYTES:
-        raise InvalidRequest("", f"a message of at most {MAX_PLAIN_BYTES} bytes", f"{len(data)} bytes", LIMIT_EXCEEDED)
+        expected, found = f"a message of at most {MAX_PLAIN_BYTES} bytes", f"{len(data)} bytes"
+        raise InvalidRequest("", expected, found, LIMIT_EXCEEDED, limit="max_plain_message_bytes")
     try:
         return message_type.FromString(data)
     except DecodeError as error:

@@ -119,6 +119,11 @@ class Admission:
         """How long the requests not computed yet should take."""
         return self.pace.seconds(self._everybody.work)
 
+    @property
+    def longest_seconds(self) -> float:
+        """How long that may be at present, before more is refused; infinity is no bound."""
+        return self._longest(self.seconds) if self._max_queue_time < inf else inf
+
     def check(self, caller: Hashable, size: int) -> None:
         """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
         and before more work is put into it than refusing it takes.
@@ -166,23 +171,33 @@ class Admission:
 
     def _lacks_time(self, own: InFlight) -> NoRoom | None:
         """What is told to a caller that would wait too long, both for all that waits and for its own requests alone at
-        one caller's equal share. A queue that comes and goes may take `max_queue_time`. A standing queue helps nobody,
-        and is kept to what the device needs so as not to run out of work.
+        one caller's equal share.
         """
-        seconds, request = self.seconds, self.pace.request_seconds
-        needed = request * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
-        if seconds < needed / 4:
+        seconds = self.seconds
+        if seconds < self._needed_seconds / 4:
             self._queue_stands = False
-        needed = max(needed, seconds * ALWAYS_WAIT / self._everybody.waiting)
-        longest = needed if self._queue_stands else max(needed, self._max_queue_time)
+        longest = self._longest(seconds)
         if seconds < longest:
             return None
         callers = len(self._callers) + (own is NOTHING)
-        if (self.pace.seconds(own.work) + request) * callers < longest:
+        if (self.pace.seconds(own.work) + self.pace.request_seconds) * callers < longest:
             return None
         if callers > 1 and own.waiting:
             return self._has_its_share("queue_time", _rounded(longest), own)
         return self._full("queue_time", _rounded(longest))
+
+    @property
+    def _needed_seconds(self) -> float:
+        """How much the device needs so as not to run out of work."""
+        return self.pace.request_seconds * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
+
+    def _longest(self, seconds: float) -> float:
+        """How long a queue may be that now takes so many seconds. One that comes and goes may take `max_queue_time`. A
+        standing queue helps nobody, and is kept to what the device needs.
+        """
+        always = seconds * ALWAYS_WAIT / max(self._everybody.waiting, ALWAYS_WAIT)
+        needed = max(self._needed_seconds, always)
+        return needed if self._queue_stands else max(needed, self._max_queue_time)
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int, kind: str) -> None:
         """Counts in a request of a kind of work: its bytes (its reply's included) and FLOPs. Raises Overloaded, with

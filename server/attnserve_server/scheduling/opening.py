@@ -53,10 +53,10 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
         in_flight_flops=lambda: admission.flops,
         in_flight_seconds=lambda: admission.seconds,
         limits={
-            "requests": config.max_requests,
-            "bytes": config.max_bytes,
-            "flops": config.max_flops,
-            "seconds": config.max_queue_time,
+            "requests": lambda: config.max_requests,
+            "bytes": lambda: config.max_bytes,
+            "flops": lambda: config.max_flops,
+            "seconds": lambda: admission.longest_seconds,
         },
     )
     metrics.watch(load)

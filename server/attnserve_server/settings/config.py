@@ -107,23 +107,24 @@ class Config:
         "The most bytes of requests that have arrived, and of their replies. Memory in flight is several times that "
         "where replies are tens of megabytes each.",
     )
-    # Whatever is admitted adds to the wait: this divided by the device's speed is the longest queue. 2e13 is 20 s of a
-    # large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less would refuse some
-    # that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short sequences reach
-    # max_bytes long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so this bounds long ones.
+    # 2e13 is 20 s of a large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less
+    # would refuse some that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short
+    # sequences reach max_bytes long before (256 requests of 1024 tokens, 8 heads of 64, are 2 GiB and 5e11), so this
+    # bounds long ones.
     max_flops: int = _setting(
         kinds.flops(),
         2 * 10**13,
-        "The most floating-point operations admitted and not yet computed, and the most of one request. Divided by "
-        "the device's speed it is the longest wait: lower it if callers wait less. Here and in batches, requests that "
+        "The most floating-point operations admitted and not yet computed, and the most of one request. Without a "
+        "`max_queue_time`, this divided by the device's speed is the longest wait. Here and in batches, requests that "
         "take longer than their operations (tiny ones, narrow heads, slow kernels) count for the time that they take.",
     )
     max_request_flops: int = _setting(
         kinds.flops(0),
         0,
         "The most floating-point operations of one request. Those of slow kernels count for more: 8 times for "
-        "softcaps, returned scores and learned scores, 80 times for additive ones. 0: 5e11 for each thread on a CPU, "
-        "some 10 s, and as many as max_flops on CUDA.",
+        "softcaps, returned scores, learned scores, and ALiBi beside a mask or a bias, 80 times for additive scores; "
+        "those of narrow heads, less than 32 wide, may count for more, too. 0: 5e11 for each thread on a CPU, some "
+        "10 s, and as many as max_flops on CUDA.",
     )
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(kinds.count(), 2**31 - 1, "The most elements of a tensor.")
