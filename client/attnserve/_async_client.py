@@ -98,7 +98,8 @@ class AsyncClient:
     ) -> asyncio.Future[AttentionResult[KindT]]:
         """Asks for one attention and returns a future of its result. Arguments are those of `Client.attend`.
 
-        Errors in the arguments themselves are raised here, all others by the future.
+        Errors that take no server to find, in the arguments or because the client is closed, are raised here, all
+        others by the future.
         """
         arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout

@@ -48,9 +48,9 @@ class Client:
     `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on, and never beyond the call's timeout.
     Calls for which a server has no room wait for some, in the order of their priorities and ages, and no more are sent
     to it than it has had room for. OverloadedError tells those at once that would then not be answered within their
-    timeout, and all of them if the server refuses `retries` times in a row what it is asked while it has no other call.
-    Without retries, and with ``transport="unary"``, nothing waits so: a refused call is sent again as often as others,
-    no sooner than the server says. Other errors are not retried.
+    timeout, and all of them if the server, asked again while it has no other call, refuses that `retries` times in a
+    row. Without retries, and with ``transport="unary"``, nothing waits so: a refused call is sent again as often as
+    others, no sooner than the server says. Other errors are not retried.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class Client:
         """Asks for one attention and returns a future of its result, so that one thread can keep many in flight.
 
         Arguments are those of `attend`. Cancelling the future also tells the server; finalizers (``__del__``) and
-        signal handlers may do that, but nothing else with a client. Errors in the arguments themselves are raised here,
-        all others by the future. The first call waits here until a name of servers is looked up. Callbacks of the
-        future run in a thread of the client, one after the other: they must be quick, and must not wait for another
-        call of this client, but may close it.
+        signal handlers may do that, but nothing else with a client. Errors that take no server to find, in the
+        arguments or because the client is closed, are raised here, all others by the future. The first call waits here
+        until a name of servers is looked up. Callbacks of the future run in a thread of the client, one after the
+        other: they must be quick, and must not wait for another call of this client, but may close it.
         """
         arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
         timeout = self._settings.timeout

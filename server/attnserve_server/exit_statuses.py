@@ -8,7 +8,7 @@ from typing import Final
 
 CANNOT_START: Final = 1
 WRONG_SETTING: Final = 2
-"""It cannot start because of a setting, or of a file that a setting names."""
+"""It cannot start because of a setting, or of the callers file or a file of TLS that a setting names."""
 CUT_OFF: Final = 3
 """It did not wait until its work was done."""
 DEVICE_FAILED: Final = 4

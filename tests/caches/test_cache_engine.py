@@ -29,6 +29,7 @@ async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench
     behind = bench.attend(shared, seed=4, appended=1)
     elsewhere = bench.attend(free, seed=5, appended=1)
     assert bench.engine.waiting_for_turns == 3
+    assert bench.engine.bytes_waiting_for_turns == sum(entry.received_bytes for entry in (second, both, behind))
     assert (busy.length(0), shared.length(0), free.length(0)) == (4, 3, 3), "only what runs has taken effect"
     bench.device.may_run.set()
     await bench.check(elsewhere, (0, 3), (5, 1))

@@ -236,7 +236,7 @@ def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Se
             stream.replies(1)
         code, status = calls.Stream(channel).error()
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "has 2 streams" in status.message
+        assert "as many streams as one may have: 2" in status.message
         info_of_error = calls.detail(status, error_details_pb2.ErrorInfo)
         assert (info_of_error.reason, dict(info_of_error.metadata)) == (
             "TOO_MANY_STREAMS",

@@ -202,6 +202,10 @@ def test_the_server_that_is_shared_traces_nothing(server: Server) -> None:
         ),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_SDK_DISABLED": "true"}, ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "none"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "console"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": ""}, "http://a:1"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "console, otlp"}, "http://a:1"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "otlp_proto_grpc"}, "http://a:1"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_PROTOCOL": ""}, "http://a:1"),
         (
@@ -216,7 +220,8 @@ def test_the_server_that_is_shared_traces_nothing(server: Server) -> None:
 )
 def test_opentelemetrys_own_variables_say_where_too(environ: dict[str, str], endpoint: str) -> None:
     assert tracing.endpoint_of(Config(), environ) == endpoint
-    assert tracing.endpoint_of(Config(tracing_endpoint="https://c:3"), environ) == "https://c:3"
+    configured = "" if "OTEL_SDK_DISABLED" in environ else "https://c:3"
+    assert tracing.endpoint_of(Config(tracing_endpoint="https://c:3"), environ) == configured
 
 
 @pytest.mark.parametrize("infix", ["", "_TRACES"])
@@ -231,6 +236,21 @@ def test_a_protocol_that_turns_tracing_off_is_told(infix: str, caplog: pytest.Lo
     assert caplog.messages == [
         f"tracing is off: OTEL_EXPORTER_OTLP{infix}_PROTOCOL is http/protobuf, and spans are sent by gRPC only"
     ]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environ", "why"),
+    [
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER"),
+        ("http://c:3", {"OTEL_SDK_DISABLED": "True"}, "OTEL_SDK_DISABLED"),
+    ],
+)
+def test_variables_that_turn_tracing_off_against_expectations_are_told(
+    endpoint: str, environ: dict[str, str], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tracing.open_tracing(Config(tracing_endpoint=endpoint), environ, new_metrics(), "cpu") is None
+    (message,) = caplog.messages
+    assert message.startswith(f"tracing is off: {why} is ")
 
 
 @pytest.mark.parametrize("endpoint", ["http://collector:secret", "collector:65536", "http://[::1"])

@@ -4,8 +4,9 @@ The rule: attention is pure, so a call that may or may not have run can be sent 
 and states the length that the cache is expected to have, so that a second attempt is recognised (`_caching.plans`). A
 call is sent again, up to `retries` times and within its deadline, if the server is unavailable (a reply or a status
 UNAVAILABLE, or gRPC's errors for failed connections), if its stream breaks and the call is not the cause, or if the
-server has no room for it now, and then no sooner than the server says. Nothing else is retried: not an error that would
-recur, nor a call that changes the server.
+server has no room for it now, and then no sooner than the server says. So are operations on caches, whose second
+attempts the server recognises by their ids. Nothing else is retried: not an error that would recur, nor loading and
+unloading layers.
 
 If a server has no room, calls on a stream wait for some within their deadlines, however often they are refused, and no
 more are sent than the server has had room for (`_transports.window`); without retries, they fail. Of unary calls that

@@ -254,7 +254,7 @@ class CpuDevice:
         return "memory" if is_out_of_memory(error) else "request"
 
     def warm_up(self) -> None:
-        """Runs each kernel, on all threads where the work can be divided."""
+        """Runs the kernels for plain and for written-out attention, on all threads where the work can be divided."""
         for length in (16, 256):
             query = torch.randn(1, 2 * self.threads, length, 64)
             call = AttentionCall(query, query, query, 0.125)

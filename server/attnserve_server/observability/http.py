@@ -65,8 +65,8 @@ def _words(error: OSError) -> str:
 class HttpServer:
     """Serves metrics and health on `host:port`.
 
-    A connection is closed after its answer, and after `patience_s` seconds if its request has not come or its answer
-    has not been taken by then.
+    A connection is closed after its answer. If its request has not come after `patience_s` seconds, it is told so, and
+    after twice that it is closed, whatever has been taken of its answer.
     """
 
     def __init__(

@@ -43,6 +43,9 @@ FLUSH_S: Final = 2.0
 MAX_STATE: Final = 1024
 """A longer tracestate is left out: the caller chooses its length, and the event loop would parse it."""
 
+_EXPORTERS: Final = frozenset(("otlp", "otlp_proto_grpc"))
+"""What OTEL_TRACES_EXPORTER calls the exporter that is used here."""
+
 _FAULTS: Final = frozenset(("DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE"))
 """The codes of ours that make a server's span an error, by OpenTelemetry's conventions for RPCs."""
 
@@ -234,24 +237,36 @@ def _nanoseconds(seconds: float, offset: int) -> int:
 
 def endpoint_of(config: Config, environ: Mapping[str, str]) -> str:
     """Where spans are sent: as configured, or else as OpenTelemetry's own environment variables say; "" for nowhere."""
-    if config.tracing_endpoint:
-        return config.tracing_endpoint
-    return _endpoint_in(environ) if _other_protocol_in(environ) is None else ""
+    return "" if _off(config, environ) else config.tracing_endpoint or _endpoint_in(environ)
 
 
 def _endpoint_in(environ: Mapping[str, str]) -> str:
-    """The endpoint that OpenTelemetry's variables name, for whichever protocol; "" if they turn tracing off."""
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
-        return ""
+    """The endpoint that OpenTelemetry's variables name; "" for none."""
     return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or ""
 
 
-def _other_protocol_in(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """OpenTelemetry's variable that says for which protocol the endpoint is, and what it says, if that is not gRPC."""
+def _off(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """What in OpenTelemetry's variables turns tracing off, in words."""
+    why = []
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        why.append("OTEL_SDK_DISABLED is true")
+    if config.tracing_endpoint:
+        return why
+    exporters = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if _EXPORTERS.isdisjoint(exporters.replace(" ", "").split(",")):
+        why.append(f"OTEL_TRACES_EXPORTER is {exporters}")
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if protocol := environ.get(name):
-            return None if protocol == "grpc" else (name, protocol)
-    return None
+            return why if protocol == "grpc" else [*why, f"{name} is {protocol}, and spans are sent by gRPC only"]
+    return why
+
+
+def _may_be_a_mistake(config: Config, environ: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's variables may turn tracing off without being meant to: they name an endpoint and neither
+    say that there is to be no tracing, or the configuration says that there is to be.
+    """
+    asked = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
+    return bool(config.tracing_endpoint) or (bool(_endpoint_in(environ)) and not asked)
 
 
 def shown(endpoint: str) -> str:
@@ -264,8 +279,8 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
     """The tracing; None if it is off. Raises StartError if it is configured and OpenTelemetry is not installed."""
     endpoint = endpoint_of(config, environ)
     if not endpoint:
-        if _endpoint_in(environ) and (other := _other_protocol_in(environ)) is not None:
-            logger.warning("tracing is off: %s is %s, and spans are sent by gRPC only", *other)
+        if (why := _off(config, environ)) and _may_be_a_mistake(config, environ):
+            logger.warning("tracing is off: %s", "; ".join(why))
         return None
     try:
         shown(endpoint)

@@ -1,7 +1,7 @@
 """One stream of calls: requests in flight by their ids, replies as they finish.
 
-A message may hold many calls. Replies leave through the outbox. Backpressure: nothing is read from a caller that does
-not read its replies, or that has too many calls unanswered.
+A message may hold many calls. Replies leave through the outbox. Backpressure: nothing is read from a stream whose
+caller does not read its replies, or that has too many calls unanswered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 MAX_UNSENT_BYTES: Final = 16 << 20
-"""Nothing is read from a caller that has left more than this of its replies unread."""
+"""Nothing is read from a stream of whose replies more than this is unread."""
 
 ATTENDED: Final = LABELS["attend"]
 """What the metrics and the log call the calls that the fast path answers, and a stream that is refused."""
@@ -65,7 +65,7 @@ class Streams:
     max_message_calls: int
     """The most calls in a message."""
     max_unanswered: int
-    """Nothing is read from a caller that has more calls than this unanswered."""
+    """Nothing is read from a stream that has more calls than this unanswered."""
     endings: Endings
     """Takes note of how calls end."""
     reading_turns: ReadingTurns

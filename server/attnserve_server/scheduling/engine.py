@@ -144,7 +144,7 @@ class Engine:
     @property
     def is_free(self) -> bool:
         """Whether a request that comes now can be computed at once: nothing is before it, and batches need not fill."""
-        return self._pending.is_empty and not (self._closed or self.worker.runs or self._max_wait)
+        return self._pending.none_ready and not (self._closed or self.worker.runs or self._max_wait)
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
         """Whether a free engine would take that many requests of a caller, of `size` bytes together."""
@@ -182,6 +182,11 @@ class Engine:
     def waiting_for_turns(self) -> int:
         """How many admitted requests wait for something that others before them need."""
         return self._pending.waiting_for_turns
+
+    @property
+    def bytes_waiting_for_turns(self) -> int:
+        """The bytes of these requests."""
+        return self._pending.bytes_waiting_for_turns
 
     @property
     def is_computing(self) -> bool:

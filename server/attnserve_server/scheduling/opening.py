@@ -47,7 +47,7 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
     engine = Engine(device, queue, admission, metrics, config.max_wait, tracing)
     load = scraped.Load(
         queue_requests=lambda: queue.requests + engine.waiting_for_turns,
-        queue_bytes=lambda: queue.bytes,
+        queue_bytes=lambda: queue.bytes + engine.bytes_waiting_for_turns,
         in_flight_requests=lambda: admission.requests,
         in_flight_bytes=lambda: admission.bytes,
         in_flight_flops=lambda: admission.flops,

@@ -51,10 +51,15 @@ class PendingRequests:
     @property
     def waiting_for_turns(self) -> int:
         """How many wait for something that others before them need."""
-        return self._turns.waiting
+        return len(self._turns.waiting)
 
     @property
-    def is_empty(self) -> bool:
+    def bytes_waiting_for_turns(self) -> int:
+        """The bytes of these requests."""
+        return sum(entry.received_bytes for entry in self._turns.waiting)
+
+    @property
+    def none_ready(self) -> bool:
         """Whether none could run now."""
         return not (self._queue.requests or self._without_device)
 

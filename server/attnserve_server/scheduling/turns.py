@@ -8,7 +8,7 @@ lines on entering, so that no two can wait for each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -39,9 +39,9 @@ class Turns(Generic[T]):
         """In how many lines each waits; those that wait in none are not in here."""
 
     @property
-    def waiting(self) -> int:
-        """How many do not have all that they need yet."""
-        return len(self._ahead)
+    def waiting(self) -> Collection[T]:
+        """Those that do not have all that they need yet."""
+        return self._ahead.keys()
 
     def everyone(self) -> list[T]:
         """All that have entered and not left, whether it is their turn or not."""

@@ -144,10 +144,10 @@ class Config:
     max_unread_time: float = _setting(
         kinds.DURATION,
         30.0,
-        "How long gRPC may take to send a reply, plus a second for each MiB of it, or for each 8 MiB of all that is "
-        "being sent on its connection. Then its caller does not read: its stream ends, or the connection is closed, "
-        "and what is held for it is let go. The message of a unary call may take as long as the largest reply to come. "
-        "0: for ever.",
+        "How long gRPC may take to send a reply, plus a second for each MiB of it or, if that is longer, for each 8 "
+        "MiB of all that is being sent on its connection. Then its caller does not read: its stream ends, or the "
+        "connection is closed, and what is held for it is let go. A unary call's message may take as long to arrive as "
+        "the largest reply may take to be sent. 0: for ever.",
     )
     # Long enough for a caller's bursts, and short enough for callers that wait for replies.
     max_queue_time: float = _setting(

@@ -90,14 +90,14 @@ def matches(expected: str, valid: Callable[[str], object], *, private: bool = Fa
     return Kind(expected, check, str, str, private)
 
 
-def _endpoint(text: str) -> tuple[str | None, int | None] | None:
-    """The host and port of an endpoint; None if it has other parts. Raises ValueError if the port is no number of a
-    port.
+def _endpoint(text: str) -> tuple[str, int] | None:
+    """The host and port of an endpoint; None if it lacks one, or has other parts. Raises ValueError if the port is no
+    number of a port.
     """
     if not re.fullmatch(r"https?://[^\s/@]+", text):
         return None
     parts = urlsplit(text)
-    return parts.hostname, parts.port
+    return (parts.hostname, parts.port) if parts.hostname and parts.port else None
 
 
 DURATION: Final = duration()
@@ -119,7 +119,7 @@ RATIO: Final = Kind(
     "a number from 0 to 1",
     lambda value: type(value) in (int, float) and 0 <= value <= 1,
     float,
-    lambda value: f"{value:g}",
+    str,
 )
 ENDPOINT: Final = matches(
     "nothing, or http://host:port or https://host:port", lambda text: not text or _endpoint(text), private=True
