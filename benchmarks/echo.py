@@ -19,8 +19,7 @@ from attnserve._requests.operation import OPERATIONS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.host.event_loop import EventLoop
-from attnserve_server.requests.reply import stream_reply
-from attnserve_server.rpc.calls import read_message
+from attnserve_server.rpc.calls import read_message, stream_reply
 from attnserve_server.rpc.outbox import MAX_JOINED_BYTES
 from benchmarks.curves import points
 from benchmarks.suites import SUITES

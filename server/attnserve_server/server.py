@@ -150,7 +150,7 @@ class Server:
         await asyncio.sleep(LAST_CALLS_S)
         self._services.end_streams()
 
-    async def hurry(self) -> None:
+    async def cut_draining_short(self) -> None:
         """Ends the draining: what is in flight is cut off, if anything is."""
         self.health.refuse()
         self.cuts_off = not await self.engine.drain(0)

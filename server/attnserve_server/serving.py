@@ -71,7 +71,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
                 break
             if hurried.done():
                 ended.cancel()
-                await server.hurry()
+                await server.cut_draining_short()
                 break
             ended.result()
     finally:

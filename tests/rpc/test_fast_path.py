@@ -21,7 +21,7 @@ from attnserve_server.access.callers import ALL_ROLES, Caller
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
 from attnserve_server.native.messages import Messages
-from attnserve_server.rpc.fast_path import MOST_COME, Answered, Declined, FastPath
+from attnserve_server.rpc.fast_path import MOST_CANDIDATES, Answered, Declined, FastPath
 
 __all__ = ["torch_threads"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -266,9 +266,9 @@ async def test_what_lies_elsewhere_than_in_its_message_is_not_learnt(device: Cpu
 async def test_what_never_repeats_takes_no_memory_and_learns_nothing(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(1)
     path.comes(request)
-    for number in range(MOST_COME):
+    for number in range(MOST_CANDIDATES):
         path.comes(messages.random_attend(1, scale=1.0 + number))
-    assert len(path.path._candidates) == MOST_COME
+    assert len(path.path._candidates) == MOST_CANDIDATES
     path.comes(request)  # as if it had never come
     assert path.answer(message_of(request)) is None
     path.comes(request)

@@ -17,7 +17,8 @@ from occupied import Occupied
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server import __version__
-from attnserve_server.requests.limits import BATCH_FLOPS, default_request_flops
+from attnserve_server.requests.limits import default_request_flops
+from attnserve_server.scheduling.opening import BATCH_FLOPS
 from attnserve_server.settings.config import Config
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from engines import OpenAdmission
 from waiting import Entry
 
 from attnserve_server.errors import Overloaded
-from attnserve_server.requests.limits import CUDA_LAYER_DISCOUNT
 from attnserve_server.scheduling.batching import BatchQueue
+from attnserve_server.scheduling.opening import CUDA_LAYER_DISCOUNT
 
 MAX_BATCH_FLOPS, MAX_BATCH_REQUESTS = 4 * 10**9, 64
 MAX_QUEUE_TIME, AGING = 1.0, 0.1

@@ -70,16 +70,6 @@ CPU_REQUEST_FLOPS = 5 * 10**11
 """What one request may cost on a CPU if nothing is configured, for each thread: some 10 s."""
 
 
-BATCH_FLOPS = 4 * 10**9
-"""What one batch may cost if nothing is configured: some 10 ms of a CPU, and more than a GPU needs to be busy."""
-CUDA_LAYER_DISCOUNT = 250
-"""How many operations of a layer count as one there, on a GPU: a batch reads its weights once for all requests, which
-takes as long as some hundred operations with each of them. So steps by many callers of a large decoder run together.
-"""
-CUDA_BATCH_BYTES = 16 << 20
-"""What one batch receives at most on a GPU: more is better copied there while a first part of it is computed."""
-
-
 def default_request_flops(threads: int, max_flops: int) -> int:
     """The most FLOPs of one request if nothing is configured: seconds of work on a CPU of that many threads, and all
     that may be admitted on a GPU (`threads` 0).

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from attnserve_server.requests.problem import Problem
     from attnserve_server.requests.request import Request
 
-REPLY_ERROR_FIELD = pb.AttendStreamReply.ERROR_FIELD_NUMBER
-REPLIES_FIELD = pb.AttendStreamResponse.REPLIES_FIELD_NUMBER
-
 ReplyTensor: TypeAlias = tuple[str, int, Sequence[int]]
 """The field of a tensor in a response, its dtype and its shape."""
 
@@ -117,11 +114,3 @@ def tensors_header(response_type: type[Message], tensors: Sequence[ReplyTensor],
         tensor = tensor_pb2.Tensor(dtype=dtype, shape=shape, data=_wire.ticket(index, size))  # type: ignore[arg-type]
         getattr(message, field).CopyFrom(tensor)
     return message.SerializeToString()
-
-
-def stream_reply(call_id: int, field: int, pieces: list[_fields.Buffer], size: int) -> tuple[list[_fields.Buffer], int]:
-    """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their total length."""
-    envelope = b"\x08" + _fields.varint(call_id) if call_id else b""
-    envelope += _fields.field_prefix(field, size)
-    prefix = _fields.field_prefix(REPLIES_FIELD, len(envelope) + size) + envelope
-    return [prefix, *pieces], len(prefix) + size

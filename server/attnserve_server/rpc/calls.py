@@ -1,4 +1,6 @@
-"""The calls in a message of a stream: bytes in, `Call`s out. The requests themselves are not looked into."""
+"""The messages of a stream: the calls in them, bytes in and `Call`s out, and the replies to these, pieces in and pieces
+out. Neither requests nor responses are looked into.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,9 @@ OPERATIONS: Final = {
     pb.AttendStreamCall.APPLY_FIELD_NUMBER: "apply",
 }
 """The fields of a call that hold what it asks for."""
+
+ERROR_FIELD: Final = pb.AttendStreamReply.ERROR_FIELD_NUMBER
+"""The field of a reply that holds an error."""
 
 LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
 """The metrics' names for operations on a stream."""
@@ -181,3 +186,11 @@ def _id_of(fields: Sequence[bytes]) -> int:
         except DecodeError:
             continue
     return 0
+
+
+def stream_reply(call_id: int, field: int, pieces: list[_fields.Buffer], size: int) -> tuple[list[_fields.Buffer], int]:
+    """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their total length."""
+    envelope = b"\x08" + _fields.varint(call_id) if call_id else b""
+    envelope += _fields.field_prefix(field, size)
+    prefix = _fields.field_prefix(pb.AttendStreamResponse.REPLIES_FIELD_NUMBER, len(envelope) + size) + envelope
+    return [prefix, *pieces], len(prefix) + size

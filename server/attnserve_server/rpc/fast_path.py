@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 LARGEST_MESSAGE: Final = 4 << 20
 """Bytes: larger messages are not looked at, since most ask for too much."""
 
-MOST_COME: Final = 1024
-"""How many problems that came are remembered."""
+MOST_CANDIDATES: Final = 1024
+"""How many keys of requests whose layout is unknown are remembered."""
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class FastPath:
                 return
         elif suits is None:
             suits = True  # as far as is known
-        if len(self._candidates) >= MOST_COME:
+        if len(self._candidates) >= MOST_CANDIDATES:
             del self._candidates[next(iter(self._candidates))]
         self._candidates[key] = suits
 

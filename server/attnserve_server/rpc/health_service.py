@@ -40,7 +40,7 @@ class HealthService:
         those of `Rpcs.unary` do.
         """
         handlers: dict[str, Handler] = {
-            "Check": self._rpcs.watched("health_check", grpc.stream_unary_rpc_method_handler(self._check)),
+            "Check": self._rpcs.watched("health_check", self._check),
             "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_SERVICE_NAME, handlers),))

@@ -32,7 +32,7 @@ from attnserve_server.rpc.caller_turns import CallerTurns
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.messages_due import MessagesDue
 from attnserve_server.rpc.replies_due import RepliesDue
-from attnserve_server.rpc.unread import UnreadReplies
+from attnserve_server.rpc.unread import Handle, UnreadReplies
 
 Context: TypeAlias = aio.ServicerContext[bytes, bytes]
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -89,11 +89,11 @@ class Rpcs:
         admit: Callable[[Caller], object],
         answer: Callable[[Received], Awaitable[bytes]],
         *,
-        counted: bool = True,
+        counted_elsewhere: bool = True,
     ) -> Handler:
         """The handler of a unary RPC. `admit` raises RequestError for a caller whose message is not to be received,
-        `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log. `counted`
-        says that something else counts the call until gRPC has sent the reply.
+        `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log.
+        `counted_elsewhere` says that something else counts the call until gRPC has sent the reply.
 
         For gRPC it is a handler that takes a stream of messages: it is called before there is one. So those who are not
         known, or for whom there is no room, are refused without receiving their messages, which takes memory, and as
@@ -114,10 +114,10 @@ class Rpcs:
                 self._metrics.received(len(message))
                 if trace is not None:
                     trace.received(arrival)
-                if not counted:
+                if not counted_elsewhere:
                     self.replies_due.require_room(context.peer())
                 reply = await answer(Received(caller, message, arrival, context.time_remaining(), trace))
-                if not counted:
+                if not counted_elsewhere:
                     self.replies_due.begin(context.peer())
             except Exception as raised:
                 error = error_for_caller(raised)
@@ -137,11 +137,11 @@ class Rpcs:
                 await self.refuse(context, operation, outcome.error, outcome.caller)
             return outcome
 
-        return self.watched(operation, grpc.stream_unary_rpc_method_handler(handle))
+        return self.watched(operation, handle)
 
-    def watched(self, operation: str, handler: Handler) -> Handler:
-        """A handler of unary RPCs (which takes a stream of messages) whose replies are to be read in time."""
-        return self._unread.watched(operation, handler)
+    def watched(self, operation: str, handle: Handle) -> Handler:
+        """The handler of a unary RPC (for gRPC, of one with a stream of messages) whose reply is to be read in time."""
+        return grpc.stream_unary_rpc_method_handler(self._unread.watched(operation, handle))
 
     def answering(
         self,
@@ -168,7 +168,7 @@ class Rpcs:
                 reply = await reply
             return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
-        return self.unary(operation, lambda caller: caller.require(*roles), serialised, counted=one_at_a_time)
+        return self.unary(operation, lambda caller: caller.require(*roles), serialised, counted_elsewhere=one_at_a_time)
 
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
         """Ends an RPC with an error; a rejection is counted."""

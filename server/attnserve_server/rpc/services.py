@@ -123,16 +123,16 @@ class Services:
         self._attention = AttentionService(streams, calls, rpcs, info, config.max_caller_streams, stream_life)
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
         caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits)
-        for_anybody = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
-        unhurried = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
-        of_anybody = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, STRANGER_MESSAGE_S, unhurried)
-        health = HealthService(parts.health, rpcs, for_anybody, of_anybody)
+        strangers_streams = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
+        strangers_late = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
+        strangers_messages = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, STRANGER_MESSAGE_S, strangers_late)
+        health = HealthService(parts.health, rpcs, strangers_streams, strangers_messages)
         options = [*port.channel_options(config), *(() if stream_life is None else stream_life.channel_options)]
         self._grpc = aio.server(options=options)
         for service in (self._attention, layers, caches, health):
             service.register(self._grpc)
         if config.reflection:
-            Reflection(rpcs, for_anybody).register(self._grpc, SERVICE_NAMES)
+            Reflection(rpcs, strangers_streams).register(self._grpc, SERVICE_NAMES)
 
     async def start(self) -> str:
         """Binds the port and answers; returns the actual address. Raises ListenError."""

@@ -31,9 +31,8 @@ from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
-from attnserve_server.requests.reply import REPLY_ERROR_FIELD, stream_reply
 from attnserve_server.rpc.answers import encoded
-from attnserve_server.rpc.calls import LABELS, Call, Read, read_message
+from attnserve_server.rpc.calls import ERROR_FIELD, LABELS, Call, Read, read_message, stream_reply
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
@@ -322,7 +321,7 @@ class CallStream:
         self._endings.ended(label, error.code.name, arrival, trace)
         self._endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
         status = error.encoded_status()
-        pieces, size = stream_reply(call_id, REPLY_ERROR_FIELD, [status], len(status))
+        pieces, size = stream_reply(call_id, ERROR_FIELD, [status], len(status))
         self._outbox.put(Unsent(pieces, size, entry))
 
     def _request_id(self, call_id: int) -> str:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-import grpc
 from grpc import aio
 
 from attnserve_server.access.callers import Callers
@@ -28,6 +27,9 @@ from attnserve_server.errors import RepliesUnread, RequestError
 from attnserve_server.host.connections import disconnect
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.rpc.endings import Endings
+
+Handle: TypeAlias = Callable[[Any, aio.ServicerContext[bytes, bytes]], Awaitable[bytes]]
+"""What answers a unary RPC: given its messages, of which gRPC has received none yet, and its context."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,21 +90,18 @@ class UnreadReplies:
         """A reply has been sent, or never will be."""
         self._sending.pop(sending, None)
 
-    def watched(
-        self, operation: str, handler: grpc.RpcMethodHandler[bytes, bytes]
-    ) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """A handler of unary RPCs (which takes a stream of messages) whose replies are looked after."""
-        answer: Any = handler.stream_unary
+    def watched(self, operation: str, handle: Handle) -> Handle:
+        """What answers a unary RPC, its reply looked after."""
 
-        async def handle(messages: object, context: aio.ServicerContext[bytes, bytes]) -> bytes:
-            reply: bytes = await answer(messages, context)
+        async def watched(messages: object, context: aio.ServicerContext[bytes, bytes]) -> bytes:
+            reply = await handle(messages, context)
             task = asyncio.current_task()
             assert task is not None
             sending = self.begin(context.peer(), len(reply), partial(self._end_call, operation, context), task)
             task.add_done_callback(lambda _: self.end(sending))  # when gRPC has sent it
             return reply
 
-        return grpc.stream_unary_rpc_method_handler(handle)
+        return watched
 
     def bid_farewell(self, peer: str) -> None:
         """Has the RPC whose handler calls this end in time, if need be with its connection: it ends with an error that

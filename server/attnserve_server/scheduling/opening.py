@@ -5,11 +5,10 @@ In: a configuration and a device. Out: an `Engine`, which lets nothing in yet.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnserve_server.observability import scraped
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.requests.limits import BATCH_FLOPS, CUDA_BATCH_BYTES, CUDA_LAYER_DISCOUNT
 from attnserve_server.scheduling.admission import Admission
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
@@ -20,6 +19,15 @@ if TYPE_CHECKING:
     from attnserve_server.devices import Device
     from attnserve_server.observability.tracing import Tracing
 
+BATCH_FLOPS: Final = 4 * 10**9
+"""What one batch may cost if nothing is configured: some 10 ms of a CPU, and more than a GPU needs to be busy."""
+CUDA_LAYER_DISCOUNT: Final = 250
+"""How many operations of a layer count as one there, on a GPU: a batch reads its weights once for all requests, which
+takes as long as some hundred operations with each of them. So steps by many callers of a large decoder run together.
+"""
+CUDA_BATCH_BYTES: Final = 16 << 20
+"""What one batch receives at most on a GPU: more is better copied there while a first part of it is computed."""
+
 
 def batch_flops(config: Config) -> int:
     """The most floating-point operations of a batch, as configured or by default."""
@@ -29,11 +37,11 @@ def batch_flops(config: Config) -> int:
 def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Tracing | None) -> Engine:
     """The engine of a configuration, on the running event loop."""
     admission = Admission(
-        config.max_requests,
-        config.max_bytes,
-        config.max_flops,
-        config.max_message_bytes,
-        config.max_queue_time,
+        max_requests=config.max_requests,
+        max_bytes=config.max_bytes,
+        max_flops=config.max_flops,
+        max_reply_bytes=config.max_message_bytes,
+        max_queue_time=config.max_queue_time,
     )
     on_gpu = not device.threads
     queue: BatchQueue[Entry] = BatchQueue(
