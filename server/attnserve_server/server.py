@@ -48,9 +48,11 @@ def configured_device(config: Config) -> Device:
 
 
 LAST_CALLS_S: Final = 0.05
-"""How long a server that has drained still refuses what has arrived: when gRPC stops, it cancels the calls that wait to
-begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
+"""A server that has drained still refuses what has arrived until nothing more has come for this long: when gRPC stops,
+it cancels the calls that wait to begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
 """
+MOST_LAST_CALLS_S: Final = 1.0
+"""How long it does so at most."""
 LAST_REPLIES_S: Final = 1.0
 """How long after the grace replies that are nearly there may still be sent, and what callers are told last."""
 FAREWELL_S: Final = 5.0
@@ -147,7 +149,7 @@ class Server:
         if not await self.engine.drain(self._config.drain_grace):
             self.cuts_off = True
             logger.warning("requests were still in flight after the grace of %g s", self._config.drain_grace)
-        await asyncio.sleep(LAST_CALLS_S)
+        await self._refuse_last_calls()
         self._services.end_streams()
 
     async def cut_draining_short(self) -> None:
@@ -155,8 +157,16 @@ class Server:
         self.health.refuse()
         self.cuts_off = not await self.engine.drain(0)
         if not self.cuts_off:
-            await asyncio.sleep(LAST_CALLS_S)
+            await self._refuse_last_calls()
             self._services.end_streams()
+
+    async def _refuse_last_calls(self) -> None:
+        """Returns when nothing has been refused for a while."""
+        clock = asyncio.get_running_loop().time
+        begin = now = clock()
+        while now < (until := min(max(begin, self.engine.refused_at) + LAST_CALLS_S, begin + MOST_LAST_CALLS_S)):
+            await asyncio.sleep(until - now)
+            now = clock()
 
     async def abandon(self) -> None:
         """Gives the server up: reports itself as failed, and lets the replies that tell callers so be sent."""

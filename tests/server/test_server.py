@@ -32,6 +32,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import attention_pb2_grpc, caches_pb2_grpc, layers_pb2_grpc, tensor_pb2
 from attnserve.v1.caches_pb2 import CacheServiceCreateRequest
 from attnserve.v1.layers_pb2 import LayerServiceLoadRequest
+from attnserve_server.errors import Draining
 from attnserve_server.exit_statuses import CUT_OFF
 from attnserve_server.server import Server as Stopped
 from attnserve_server.server import configured_device
@@ -149,6 +150,28 @@ async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_can
         await server.stop()
         codes = await asyncio.to_thread(lambda: {call.code() for call in asked})
     assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
+
+
+@pytest.mark.parametrize(("quiet_s", "most_s"), [(1.0, calls.PATIENCE_S), (calls.PATIENCE_S, 0.1)])
+async def test_it_refuses_what_comes_until_nothing_does_or_for_so_long(
+    quiet_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnserve_server.server.LAST_CALLS_S", quiet_s)
+    monkeypatch.setattr("attnserve_server.server.MOST_LAST_CALLS_S", most_s)
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20)
+    server = Stopped(config, configured_device)
+    await server.start()
+    draining = asyncio.create_task(server.drain())
+    begin = time.monotonic()
+    if quiet_s < most_s:
+        while time.monotonic() < begin + 1.5 * quiet_s:
+            await asyncio.sleep(quiet_s / 10)
+            assert not draining.done()
+            with pytest.raises(Draining):
+                server.engine.check_open()
+    async with asyncio.timeout(calls.PATIENCE_S / 2):
+        await draining
+    await server.stop()
 
 
 async def test_a_reply_that_is_read_right_after_the_grace_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ class Engine:
         """Runs the device."""
         self.failure: str | None = None
         """Why the device was given up, for good; None while it works."""
+        self.refused_at = 0.0
+        """When something was refused last because this is closed, by the loop's clock."""
         self.failed = asyncio.Event()
         """Set when there is a failure."""
 
@@ -82,6 +84,7 @@ class Engine:
         """Raises Starting, Draining or DeviceFailed if no requests are accepted at the moment."""
         if self._closed is None:
             return
+        self.refused_at = self._loop.time()
         if self._closed is not Starting:
             self._metrics.rejected("draining" if self._closed is Draining else "failed")
         raise self._closed
