@@ -81,24 +81,18 @@ class CallStream:
     """One AttendStream RPC of a caller that may use the service."""
 
     def __init__(self, streams: Streams, caller: Caller, context: Context) -> None:
+        self._streams = streams
         self._engine = streams.engine
         self._metrics = streams.metrics
-        self._readers = streams.readers
-        self._callers = streams.callers
         self._edition = streams.callers.edition
         self._caller = caller
         self._usage = streams.metrics.usage.of(caller.name)
         self._context = context
-        self._max_message_calls = streams.max_message_calls
-        self._max_unanswered = streams.max_unanswered
-        self._tracing = streams.tracing
         self._parent = None if streams.tracing is None else in_metadata(context.invocation_metadata())
-        self._endings = streams.endings
         self._fast_path = streams.fast_path if streams.tracing is None else None  # which keeps no traces
         self._learns = False
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
-        self._unread = streams.unread
         self._outbox = Outbox(context, streams.engine, streams.metrics, streams.unread)
         self._reading_turn = streams.reading_turns.of(caller.share)
         self._turn_begin = 0.0
@@ -123,7 +117,7 @@ class CallStream:
                 self._outbox.broken.result()
             whole.result()
         except RepliesUnread:
-            self._unread.bid_farewell(self._context.peer())
+            self._streams.unread.bid_farewell(self._context.peer())
             raise
         finally:
             self._gone = True
@@ -182,7 +176,7 @@ class CallStream:
                 return
             arrival = perf_counter()
             self._metrics.received(len(message))
-            if self._callers.edition is not self._edition:
+            if self._streams.callers.edition is not self._edition:
                 self._look_again()
             self._receiving = True
             self._turn_begin = arrival
@@ -204,7 +198,7 @@ class CallStream:
             if self._ended:
                 return
             del message  # it may be large, and the next one long in coming
-            while self._outbox.bytes > MAX_UNSENT_BYTES or self._unanswered > self._max_unanswered:
+            while self._outbox.bytes > MAX_UNSENT_BYTES or self._unanswered > self._streams.max_unanswered:
                 await self._progress()
 
     async def _progress(self) -> None:
@@ -214,9 +208,9 @@ class CallStream:
 
     def _look_again(self) -> None:
         """Checks that the caller is still the same, and may still use the service. Raises CallerChanged if not."""
-        self._edition = self._callers.edition
+        self._edition = self._streams.callers.edition
         try:
-            caller = self._callers.identify(self._context)
+            caller = self._streams.callers.identify(self._context)
             caller.require("use")
         except RequestError:
             raise CallerChanged from None
@@ -231,7 +225,7 @@ class CallStream:
         if isinstance(answered, Declined):
             self._learns = answered.learns
             return False
-        self._endings.ended(ATTENDED, "OK", arrival, requests=answered.requests)
+        self._streams.endings.ended(ATTENDED, "OK", arrival, requests=answered.requests)
         self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
         self._outbox.put(Unsent([answered.message], len(answered.message), answered, answered.requests))
         return True
@@ -241,7 +235,7 @@ class CallStream:
         what has been read begins to run.
         """
         try:
-            cancelled, calls = read_message(message, self._max_message_calls)
+            cancelled, calls = read_message(message, self._streams.max_message_calls)
         except DecodeError as error:
             raise Malformed("", error) from None
         if cancelled:
@@ -249,8 +243,8 @@ class CallStream:
         begin = self._turn_begin
         for call in calls:
             trace = None
-            if self._tracing is not None:
-                trace = self._tracing.begin(call.label, call.parent or self._parent, arrival)
+            if self._streams.tracing is not None:
+                trace = self._streams.tracing.begin(call.label, call.parent or self._parent, arrival)
             try:
                 refusal = self._start(call, arrival, begin, trace)
             except Exception as error:
@@ -282,7 +276,7 @@ class CallStream:
         message, begin_at, end_at = call.request
         if (refusal := self._engine.refusal(self._caller.share, end_at - begin_at)) is not None:
             return refusal
-        request = self._readers[call.operation](self._caller, *call.request)
+        request = self._streams.readers[call.operation](self._caller, *call.request)
         if self._learns and self._fast_path is not None:
             self._fast_path.learn_from(request, message, begin_at)
         reply = partial(self._answer, call.id, call.label)
@@ -297,7 +291,7 @@ class CallStream:
             if isinstance(outcome, Outcome):
                 self._usage.computed(entry.request.query_tokens, entry.request.flops)
             self._engine.release(entry)
-            self._endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
+            self._streams.endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
             return
         self._in_flight.pop(call_id, None)
         if isinstance(outcome, RequestError):
@@ -305,7 +299,7 @@ class CallStream:
             return
         framed = partial(stream_reply, call_id, entry.request.reply_field)
         pieces, size = encoded(entry, outcome, self._metrics, self._usage, framed)
-        self._endings.ended(label, "OK", entry.arrival)
+        self._streams.endings.ended(label, "OK", entry.arrival)
         self._outbox.put(Unsent(pieces, size, entry))
 
     def _answer_error(
@@ -318,8 +312,8 @@ class CallStream:
         trace: Trace | None,
     ) -> None:
         """Puts an error into the outbox that answers a call, which has an entry if it was admitted."""
-        self._endings.ended(label, error.code.name, arrival, trace)
-        self._endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
+        self._streams.endings.ended(label, error.code.name, arrival, trace)
+        self._streams.endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
         status = error.encoded_status()
         pieces, size = stream_reply(call_id, ERROR_FIELD, [status], len(status))
         self._outbox.put(Unsent(pieces, size, entry))
