@@ -192,9 +192,10 @@ class AsyncClient:
         """
         if address is not None:
             address = arguments.address("address", address)
-            return AsyncCache(self, await self._calls.ask(cache_requests.get(name), timeout, address), address)
+            info = await self._calls.ask(cache_requests.get(name), timeout, address)
+            return AsyncCache(self, info, address, opened=True)
         info, home = await find_soon(self._calls, name, timeout)
-        return AsyncCache(self, info, home or info.address)
+        return AsyncCache(self, info, home or info.address, opened=True)
 
     @property
     def caches(self) -> AsyncCaches:

@@ -313,13 +313,16 @@ class Client:
     def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> Cache:
         """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.
 
+        As long as this `Cache` is only read, it is attended to at whatever length it has by then, so that one process
+        can append to it and others read it. Once it appends or truncates, it expects the length that it knows.
+
         `address`: that of its server, from `Cache.address`; by default, all servers that the client knows are asked.
         """
         if address is not None:
             address = arguments.address("address", address)
-            return Cache(self, self._calls.ask(cache_requests.get(name), timeout, address), address)
+            return Cache(self, self._calls.ask(cache_requests.get(name), timeout, address), address, opened=True)
         info, home = find(self._calls, name, timeout)
-        return Cache(self, info, home or info.address)
+        return Cache(self, info, home or info.address, opened=True)
 
     @property
     def caches(self) -> Caches:

@@ -142,7 +142,7 @@ class Calls:
     def _check_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """RuntimeError if the connections belong to another loop."""
         if self._loop is not None and self._loop is not loop:
-            raise RuntimeError("the client belongs to another event loop, in which it was first used")
+            raise RuntimeError("the client belongs to another event loop, in which it was first used: make one in each")
 
     def _call_future(self, finish: Callable[[Any], T], path: str, parent: Context | None) -> CallFuture[Any, T]:
         """The future of a call of the method at `path`, with its span. RuntimeError as for `_future`."""

@@ -115,6 +115,47 @@ def test_somebody_else_appends(client: Client) -> None:
         assert cache.append(*tokens(2, 1)) == 7
 
 
+def test_a_reader_follows_what_another_appends(client: Client, server: Server) -> None:
+    """Until it changes the cache itself: then it expects the length that it knows, for reading too."""
+    query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
+    with client.create_cache(2, 8) as cache, Client(server.address) as elsewhere:
+        cache.append(*tokens(0, 4))
+        reader, writer = (elsewhere.open_cache(cache.name) for _ in range(2))
+        for seed in range(1, 4):
+            cache.append(*tokens(seed, 2))
+            seen = reader.attend(query)
+            np.testing.assert_array_equal(seen.output, cache.attend(query).output)
+            assert reader.length == cache.length == 4 + 2 * seed
+        with client.create_cache(2, 8) as own:
+            own.append(*tokens(9, 3))
+            both = client.attend(np.stack([query, query]), caches=[own, client.open_cache(cache.name)])
+            assert both.cache_lengths == (3, 10)
+        for ask in (lambda: writer.append(*tokens(5, 1)), lambda: writer.attend(query)):
+            with pytest.raises(FailedPreconditionError, match=r"^the cache has 10 tokens, not 4; "):
+                ask()
+        writer.refresh()
+        assert writer.append(*tokens(5, 1)) == 11
+        assert reader.attend(query).cache_lengths == (11,)
+        cache.refresh()
+        cache.truncate(2)
+        assert reader.attend(query).cache_lengths == (2,)
+        with pytest.raises(FailedPreconditionError, match=r"^the cache has 2 tokens, not 11; "):
+            writer.truncate(1)
+
+
+async def test_a_reader_in_tasks_follows_too(client: Client, server: Server) -> None:
+    query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)
+    with client.create_cache(2, 8) as cache:
+        async with AsyncClient(server.address) as elsewhere:
+            readers = [
+                await elsewhere.open_cache(cache.name),
+                await elsewhere.open_cache(cache.name, address=server.address),
+            ]
+            cache.append(*tokens(0, 4))
+            for reader in readers:
+                assert (await reader.attend(query)).cache_lengths == (4,)
+
+
 def test_which_of_several_caches_is_not_as_expected(client: Client) -> None:
     """Errors of a call with several caches name the one at fault, so that its sequence alone is restored."""
     caches = [client.create_cache(2, 8) for _ in range(4)]

@@ -216,7 +216,9 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     assert cli.main(["top", f"{server.http_address}/nowhere", "--once"]) == 1
     assert "404" in capsys.readouterr().err
     assert cli.main(["top", server.address, "--once"]) == 1  # the gRPC port
-    assert capsys.readouterr().err.endswith("/metrics: what is there does not speak HTTP\n")
+    assert capsys.readouterr().err.endswith(
+        "/metrics: what is there does not speak HTTP; metrics are on the HTTP port, by default 8002\n"
+    )
     assert cli.main(["top", server.http_address]) == 2
     assert "--once" in capsys.readouterr().err
 

@@ -47,15 +47,15 @@ class Cache(Handle):
     Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError` or
     `ServerError`, or is cancelled, may still have been carried out; the next one that appends or attends then raises
     `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if somebody
-    else appends to the cache.
+    else appends to the cache, unless this client has only opened and read it (`Client.open_cache`).
 
     `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit; by default it is
     the client's. Each method raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the
     cache is gone, and `OverloadedError` with `free_bytes` if there is no room.
     """
 
-    def __init__(self, client: Client, info: CacheInfo, home: str | None) -> None:
-        super().__init__(CacheState(info, client._calls.turns, home))
+    def __init__(self, client: Client, info: CacheInfo, home: str | None, opened: bool = False) -> None:
+        super().__init__(CacheState(info, client._calls.turns, home, opened))
         self._client = client
         self._calls = client._calls
 
@@ -149,8 +149,8 @@ class AsyncCache(Handle):
     Leaving the `async with` deletes it, also when the task is cancelled. `info` says how many bytes it holds.
     """
 
-    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None) -> None:
-        super().__init__(CacheState(info, client._calls.turns, home))
+    def __init__(self, client: AsyncClient, info: CacheInfo, home: str | None, opened: bool = False) -> None:
+        super().__init__(CacheState(info, client._calls.turns, home, opened))
         self._client = client
         self._calls = client._calls
 

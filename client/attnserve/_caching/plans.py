@@ -5,8 +5,9 @@ In: caches, and arguments as the caller passed them. Out: a `Plan`, whose steps 
 sent their results or thrown their errors, and returns what the caller gets.
 
 **Nothing is appended twice, and nothing acknowledged is lost.** Every request states how many tokens the SDK expects a
-cache to have, and one that appends or truncates has an id. If the connection breaks, the transports send the request
-again; if the first attempt had run, the second gets FAILED_PRECONDITION, and the server recognises its id. Then
+cache to have, unless it only reads one that another client writes, and one that appends or truncates has an id. If the
+connection breaks, the transports send the request again; if the first attempt had run, the second gets
+FAILED_PRECONDITION, and the server recognises its id. Then
 
 - an append or a truncation has succeeded,
 - an attention is requested again without keys and values: the result is the same, since positions count from the end,
@@ -73,6 +74,7 @@ def append(
     def steps() -> Steps[int]:
         before = cache.tokens[layer]
         length = before + tokens
+        cache.writes = True
         try:
             length = yield cache_requests.append(cache.info.name, layer, before, next(cache.ids), fields)
         except FailedPreconditionError as error:
@@ -89,6 +91,7 @@ def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None
     length = arguments.count("length", length, 0, 63)
 
     def steps() -> Steps[None]:
+        cache.writes = True
         cache.tokens[:] = yield from _cut(cache, length, max(cache.tokens))
 
     return Plan(steps(), (cache,), True, timeout)
@@ -141,6 +144,8 @@ def _attending(
     states: Sequence[CacheState], layer: int, call: AttendCall[T], without_keys: Callable[[], AttendCall[T]]
 ) -> Steps[AttentionResult[T]]:
     before = [state.tokens[layer] for state in states]
+    if call.appends:
+        _write(states)
     _refer(call, states, layer, before)
     try:
         result: AttentionResult[T] = yield call
@@ -172,6 +177,7 @@ def apply(
 
 def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerResult[T]]:
     before = [state.tokens[0] for state in states]
+    _write(states)
     _refer(call, states, 0, before)
     while True:  # every time it runs, its reply may be lost
         try:
@@ -213,11 +219,22 @@ def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
     return [length + tokens for length, tokens in zip(before, appends, strict=True)]
 
 
+def _write(states: Sequence[CacheState]) -> None:
+    """Takes note that caches are about to be changed."""
+    for state in states:
+        state.writes = True
+
+
 def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, lengths: Sequence[int]) -> None:
     """Makes a call refer to caches, with their expected lengths. It appends to all or to none, so it has one id."""
     append_id = next(states[0].ids) if call.appends else 0
     references = [
-        pb.CacheReference(name=state.info.name, layer=layer, expected_length=length, append_id=append_id)
+        pb.CacheReference(
+            name=state.info.name,
+            layer=layer,
+            expected_length=length if state.writes else None,
+            append_id=append_id,
+        )
         for state, length in zip(states, lengths, strict=True)
     ]
     call.prepend(call.operation.request_type(caches=references).SerializeToString())

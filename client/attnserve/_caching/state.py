@@ -19,9 +19,9 @@ from attnserve._requests.cache_requests import CacheInfo
 class CacheState:
     """What the SDK knows of a cache."""
 
-    __slots__ = ("home", "ids", "info", "line", "tokens", "turns")
+    __slots__ = ("home", "ids", "info", "line", "tokens", "turns", "writes")
 
-    def __init__(self, info: CacheInfo, turns: Turns, home: str | None) -> None:
+    def __init__(self, info: CacheInfo, turns: Turns, home: str | None, opened: bool = False) -> None:
         self.info: Final = info
         """Its description when it was made or opened."""
         self.home: Final = home
@@ -34,6 +34,10 @@ class CacheState:
         """The operations that use or wait for the cache."""
         self.turns: Final = turns
         """The turns of its client."""
+        self.writes = not opened
+        """Whether this client made the cache, or has begun to change it. If not, another one appends to it, and it is
+        read at whatever length it has.
+        """
 
 
 class Handle:

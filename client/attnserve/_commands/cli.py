@@ -51,8 +51,8 @@ _NO_CONNECTION: Final = (
     "tcp handshaker shutdown",
 )
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
-_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
-"""What they say where the answer is HTTP/1: again only they do."""
+_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server", "missing selected ALPN property")
+"""What they say where the answer is HTTP/1, or over TLS would be: again only they do."""
 _OTHER_NAME: Final = "Hostname Verification Check failed"
 """What they say where the server's certificate is of another name."""
 _LONGEST: Final = 1e9

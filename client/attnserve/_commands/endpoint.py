@@ -23,6 +23,8 @@ _OTHER_NAMES: Final = (62, 64)
 _SAID: Final = 200
 """How many characters of a refusal are quoted in the error."""
 _PIECE: Final = 64 * 1024
+_OTHER_PORT: Final = f"; metrics are on the HTTP port, by default {METRICS_PORT}"
+"""What may be wrong where something else than HTTP answers."""
 _LARGEST: Final = 64 * 1024 * 1024
 """More bytes than a page of metrics has."""
 
@@ -74,9 +76,11 @@ class Endpoint:
             elif self._tls is not None and (isinstance(error, TimeoutError) or _is_no_tls(error)):
                 # To a server of HTTP the handshake is a request without an end, for which it waits a while.
                 hint = "; if it speaks no TLS: http://, and none of the flags and variables for TLS"
+            elif isinstance(error, http.client.RemoteDisconnected):
+                hint = _OTHER_PORT
             raise OSError(f"no metrics at {self.url}: {error}{hint}") from None
         except http.client.HTTPException:  # its text is what was received, perhaps nothing
-            raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP") from None
+            raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP{_OTHER_PORT}") from None
         if answer.status != http.HTTPStatus.OK:
             said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
             raise OSError(f"no metrics at {self.url}: {answer.status} {said}")

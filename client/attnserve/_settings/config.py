@@ -30,11 +30,16 @@ SERVICE: Final = "/attnserve.v1.AttentionService/"
 ANYHOW: Final = ("grpc.inhibit_health_checking", 1)
 """The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
 
+PROXY: Final = "grpc.enable_http_proxy"
+"""The channel option to connect through the proxy that environment variables such as ``http_proxy`` name."""
+
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # A proxy of the environment is for the world outside. It would get what is sent to this very machine, tokens included.
+    (PROXY, 0),
     # If a name resolves to several servers (a headless Service), streams are spread over them.
     # A server whose health check says that it takes no more calls gets none; one without a health check gets calls.
     (
@@ -112,7 +117,9 @@ class Settings:
 
     def check_secrecy(self, address: str) -> None:
         """ValueError if the token would be sent to an address unencrypted."""
-        if self.token is not None and self.tls is None and not self.token.plaintext and not is_local(address):
+        if self.token is None or self.tls is not None or self.token.plaintext:
+            return
+        if not is_local(address) or dict(self.options).get(PROXY):
             raise ValueError(
                 f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
             )
