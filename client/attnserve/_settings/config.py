@@ -38,7 +38,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_receive_message_length", -1),
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # A proxy of the environment is for the world outside. It would get what is sent to this very machine, tokens included.
+    # A proxy of the environment is for the world outside. It would get what is sent to this machine, tokens included.
     (PROXY, 0),
     # If a name resolves to several servers (a headless Service), streams are spread over them.
     # A server whose health check says that it takes no more calls gets none; one without a health check gets calls.
