@@ -166,10 +166,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Embeds sentences locally and through the service, and compares.")
     parser.add_argument("--address", type=address, help="gRPC address of a running service; without it, one is started")
     parser.add_argument("--http-address", default="127.0.0.1:8002", help="where its metrics are (default: %(default)s)")
+    options = parser.parse_args()
     try:
-        return 0 if demonstrate(parser.parse_args()) else 1
+        return 0 if demonstrate(options) else 1
     except (AttnServeError, ServiceError, OSError) as error:
-        print(f"embed_sentences: {error}", file=sys.stderr)
+        asked_for_metrics = options.address and not isinstance(error, AttnServeError)
+        hint = "; --http-address says where they are" if asked_for_metrics else ""
+        print(f"embed_sentences: {error}{hint}", file=sys.stderr)
         return 1
 
 

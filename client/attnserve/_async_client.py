@@ -82,7 +82,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it also tells the server.
         """
-        arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
+        arguments.check_options("attend", options, AttendOptions, "key", "value", "caches", "cache_layer")
         return await self.submit(query, key, value, caches=caches, cache_layer=cache_layer, **options)
 
     @arguments.takes_options(AttendOptions, encode_attend)
@@ -101,7 +101,7 @@ class AsyncClient:
         Errors that take no server to find, in the arguments or because the client is closed, are raised here, all
         others by the future.
         """
-        arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
+        arguments.check_options("submit", options, AttendOptions, "key", "value", "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
             arguments.check_no_layer(cache_layer)
@@ -124,7 +124,7 @@ class AsyncClient:
 
         Cancelling the task that awaits it also tells the server.
         """
-        arguments.check_options("apply", options, ApplyOptions, "caches", "cache")
+        arguments.check_options("apply", options, ApplyOptions, "caches", "cache", hints=arguments.OF_A_LAYER)
         return await self.submit_apply(layer, input, caches=caches, cache=cache, **options)
 
     @arguments.takes_options(ApplyOptions, encode_apply)
@@ -141,7 +141,7 @@ class AsyncClient:
 
         Arguments are those of `Client.apply`; the future is like that of `submit`.
         """
-        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache")
+        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache", hints=arguments.OF_A_LAYER)
         timeout = self._settings.timeout
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:

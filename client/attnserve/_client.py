@@ -149,7 +149,7 @@ class Client:
         Raises an `AttnServeError`: `InvalidRequestError` (with its field), `OverloadedError` (with its delay),
         `DeadlineExceededError`, `UnavailableError` and the rest of the tree.
         """
-        arguments.check_options("attend", options, AttendOptions, "caches", "cache_layer")
+        arguments.check_options("attend", options, AttendOptions, "key", "value", "caches", "cache_layer")
         if caches is None:
             return wait(self.submit(query, key, value, cache_layer=cache_layer, **options))
         timeout = self._settings.timeout
@@ -176,7 +176,7 @@ class Client:
         until a name of servers is looked up. Callbacks of the future run in a thread of the client, one after the
         other: they must be quick, and must not wait for another call of this client, but may close it.
         """
-        arguments.check_options("submit", options, AttendOptions, "caches", "cache_layer")
+        arguments.check_options("submit", options, AttendOptions, "key", "value", "caches", "cache_layer")
         timeout = self._settings.timeout
         if caches is None:
             arguments.check_no_layer(cache_layer)
@@ -234,7 +234,7 @@ class Client:
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
-        arguments.check_options("apply", options, ApplyOptions, "caches", "cache")
+        arguments.check_options("apply", options, ApplyOptions, "caches", "cache", hints=arguments.OF_A_LAYER)
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return wait(self.submit_apply(layer, input, **options))
@@ -255,7 +255,7 @@ class Client:
 
         Arguments are those of `apply`; the future is like that of `submit`.
         """
-        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache")
+        arguments.check_options("submit_apply", options, ApplyOptions, "caches", "cache", hints=arguments.OF_A_LAYER)
         timeout = self._settings.timeout
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:

@@ -80,7 +80,7 @@ class Tracing:
         self._api = trace
         self._tracer = trace.get_tracer("attnserve", __version__, provider)
         self._inject = TraceContextTextMapPropagator().inject
-        self._address = address
+        self._server = _server(address)
         self.current = context.get_current
         """Returns the caller's current trace context."""
 
@@ -91,12 +91,20 @@ class Tracing:
             "rpc.system": "grpc",
             "rpc.service": service,
             "rpc.method": method,
-            "server.address": self._address,
+            **self._server,
         }
         span = self._tracer.start_span(f"{service}/{method}", parent, self._api.SpanKind.CLIENT, attributes)
         carrier: dict[str, str] = {}
         self._inject(carrier, self._api.set_span_in_context(span, parent))
         return CallSpan(span, carrier, self._api.StatusCode.ERROR)
+
+
+def _server(address: str) -> dict[str, str | int]:
+    """The attributes that say which server is asked."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host and "," not in host:
+        return {"server.address": host.strip("[]"), "server.port": int(port)}
+    return {"server.address": address}
 
 
 def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:

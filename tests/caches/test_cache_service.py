@@ -220,6 +220,25 @@ def test_wrong_appends_and_references_name_the_field(caller: Caller) -> None:
     caller.delete(name, other)
 
 
+@pytest.mark.parametrize(
+    ("unlike", "first", "second"),
+    [
+        ({"heads": 3}, "num_kv_heads 2", "num_kv_heads 3"),
+        ({"dtype": "float16", "layers": 2}, "layers 1, dtype float32", "layers 2, dtype float16"),
+    ],
+)
+def test_a_cache_unlike_the_first_is_told_how_they_differ(
+    caller: Caller, unlike: dict[str, Any], first: str, second: str
+) -> None:
+    names = [caller.create(), caller.create(**unlike)]
+    key, value = tokens(0, 4)
+    with pytest.raises(grpc.RpcError) as caught:
+        caller.attend(attend_request(Case(np.stack([key[:, :1]] * 2), key, value), names))
+    expected = f"caches[1].name: expected a cache with {first}, as the first has, found {second}"
+    assert calls.status_of(caught.value).message == expected
+    caller.delete(*names)
+
+
 @settings(max_examples=20)
 @given(seed=strategies.SEEDS, length_first=st.booleans(), dtype=st.sampled_from(sorted(DTYPES)))
 def test_appends_of_any_dtype_and_layout(caller: Caller, seed: int, length_first: bool, dtype: str) -> None:

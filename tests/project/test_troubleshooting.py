@@ -65,7 +65,7 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
     files = authority.issue_for_server()
     certificate = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     plain = start_server("--device", "cpu")
-    secure = start_server("--device", "cpu", *certificate, "--tls-client-ca", str(authority.ca))
+    secure = start_server("--device", "cpu", *certificate, "--tls-client-ca", str(authority.ca), "--http-tls=true")
     other_service = grpc.server(ThreadPoolExecutor(1))
     other_port = other_service.add_insecure_port("127.0.0.1:0")
     other_service.start()
@@ -75,6 +75,7 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
             [
                 *(attend(f"127.0.0.1:{each.getsockname()[1]}") for each in (closed, silent)),
                 attend(plain.http_address),
+                attend(secure.http_address, TLS(ca=authority.ca)),
                 attend(secure.address),
                 attend(plain.address, TLS(ca=authority.ca)),
                 attend(secure.address, TLS(ca=other.ca)),

@@ -95,7 +95,7 @@ class Cache(Handle):
         Arguments, result and errors are those of `Client.attend`; S is the length of the layer after the append. The
         last query is aligned with the last key, for `causal`, `window` and `alibi_slopes`, unless there is an offset.
         """
-        arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
+        arguments.check_options("attend", options, AttendOptions, "key", "value", "layer", hints=arguments.OF_A_CACHE)
         timeout = self._client._settings.timeout
         return self._calls.perform(
             plans.attend(self._calls.turns, self, layer, query, key, value, timeout, options, "layer")
@@ -179,7 +179,7 @@ class AsyncCache(Handle):
         **options: Unpack[AttendOptions],
     ) -> AttentionResult[KindT]:
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
-        arguments.check_options("attend", options, AttendOptions, "layer", hints=arguments.OF_A_CACHE)
+        arguments.check_options("attend", options, AttendOptions, "key", "value", "layer", hints=arguments.OF_A_CACHE)
         timeout = self._client._settings.timeout
         return await self._calls.perform(
             plans.attend(self._calls.turns, self, layer, query, key, value, timeout, options, "layer")

@@ -117,6 +117,9 @@ little, or misleads.
 """
 
 
+OF_A_LAYER: Final = {name: Hint(f"{name!r} is one", name) for name in ("alibi_slopes", "scale", "sinks", "softcap")}
+"""The same for applying layers, which define these."""
+
 OF_A_CACHE: Final = {
     "cache_layer": Hint("'layer' is one"),
     "caches": Hint("this cache is the one that is attended to"),

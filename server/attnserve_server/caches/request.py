@@ -260,7 +260,8 @@ def named(host: CacheHost, owner: str | None, references: Sequence[Reference]) -
     shape = caches[0].shape
     for index, (cache, reference) in enumerate(zip(caches, references, strict=True)):
         if cache.shape != shape:
-            raise InvalidRequest(f"caches[{index}].name", "a cache of the shape of the first", str(cache.shape))
+            expected, found = shape.differences(cache.shape)
+            raise InvalidRequest(f"caches[{index}].name", f"a cache with {expected}, as the first has", found)
         if reference.layer >= shape.layers:
             expected = f"below {shape.layers}, the layers that the cache has"
             raise InvalidRequest(f"caches[{index}].layer", expected, reference.layer)

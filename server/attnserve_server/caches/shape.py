@@ -40,6 +40,12 @@ class CacheShape:
         if self.dtype not in _ITEM_BYTES:
             raise InvalidRequest("dtype", " or ".join(_ITEM_BYTES), self.dtype)
 
+    def differences(self, other: CacheShape) -> tuple[str, str]:
+        """What this one has in words, and the other one, where they differ."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+        own, others = (", ".join(f"{name} {getattr(each, name)}" for name in names) for each in (self, other))
+        return own, others
+
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values in one layer."""
