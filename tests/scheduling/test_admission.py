@@ -242,6 +242,15 @@ def test_where_bytes_are_those_of_replies_the_delay_is_not_that_of_computing(sha
     assert admission.bytes_of_callers() == {ME: 90, OTHER: 1}
 
 
+@pytest.mark.parametrize(("unread", "delay"), [(49, MIN_RETRY_DELAY), (51, UNREAD_RETRY_DELAY)])
+def test_where_most_bytes_wait_to_be_read_nobody_is_told_to_come_back_at_once(unread: int, delay: float) -> None:
+    admission = OpenAdmission(10, 100, 10**9)
+    admission.admit(OTHER, unread, 1)
+    admission.computed(OTHER, unread, 1)
+    admission.admit(ME, 100 - unread, 1)
+    assert refused(admission, 1, 1, "a third").retry_delay == delay
+
+
 def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
     admission = OpenAdmission(1, 100, 10**9)
     admission.check(ME, 100)

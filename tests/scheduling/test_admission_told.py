@@ -111,6 +111,10 @@ def overdone() -> OpenAdmission:
     return admission
 
 
+def test_who_is_alone_is_not_told_to_leave_some_to_others() -> None:
+    assert refused(overdone(), 1, 10**9).reason == "OVERLOADED"
+
+
 def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = overdone()
     told = [refused(admission, 2, 10**9)]

@@ -82,6 +82,19 @@ def test_a_request_above_the_bound_of_a_batch_runs_alone() -> None:
     assert popped(queue) == [[huge], [later]]
 
 
+def test_a_request_above_the_bound_of_a_batch_fills_one() -> None:
+    pace = Pace()
+    queue_of(Entry(cost=10 * MAX_FLOPS), pace=pace).pop(0.0)
+    assert pace.request_share == 1.0
+
+
+def test_a_batch_of_which_nothing_ran_changes_nothing_for_others() -> None:
+    first, other = Entry(0.0, "a", caller="me"), Entry(1.0, "b", caller="me")
+    queue = queue_of(first, other)
+    queue.end(queue.pop(1.0), None)
+    assert popped(queue, 1.0) == [[other]]
+
+
 def test_what_nobody_waits_for_never_runs_and_is_reported_once() -> None:
     cancelled, expired = Entry(0, cancelled=True), Entry(1, deadline=5.0)
     runs, in_time = Entry(2), Entry(3, deadline=5.1)

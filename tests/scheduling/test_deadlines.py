@@ -160,6 +160,14 @@ def test_a_trial_that_is_not_over_counts_for_as_long_as_it_should_take() -> None
     check(several, 2.0, 0.5, now=TRIAL_PAUSE * 2.0 + 0.1)
 
 
+def test_a_trial_counts_from_when_it_was_read() -> None:
+    several = deadlines()
+    check(several, 1.0, 0.5, now=100.0, decode=50.0)
+    with pytest.raises(DeadlineUnreachable):
+        check(several, 1.0, 0.5, now=99.9 + TRIAL_PAUSE)
+    check(several, 1.0, 0.5, now=100.1 + TRIAL_PAUSE)
+
+
 def test_what_is_in_time_is_no_trial() -> None:
     several = deadlines()
     in_time = check(several, 1.0, 1.1, now=51.0)

@@ -279,6 +279,21 @@ async def test_a_full_batch_waits_for_nobody() -> None:
     assert device.sizes == [2]
 
 
+async def test_the_time_of_a_batch_is_without_what_the_next_one_waits_for_others() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_wait=10 * PATIENCE_S, max_batch_requests=2)
+    device.may_run.clear()
+    full = [bench.submit(messages.random_attend(seed)) for seed in range(2)]
+    await device.until_entered()
+    waits = bench.submit(messages.random_attend(2))
+    device.may_run.set()
+    for entry in full:
+        await bench.outcome(entry)
+    await asyncio.sleep(0)  # it is learnt once replies are on their way
+    assert (bench.queue.requests, bench.admission.pace.batches) == (1, 1)
+    await bench.outcomes([*full, waits, bench.submit(messages.random_attend(3))])
+
+
 async def test_phases_add_up_to_the_time_that_passed() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)

@@ -55,6 +55,20 @@ async def test_what_is_cancelled_leaves_the_queue_at_once_and_makes_room() -> No
     assert bench.count("attnserve_cancelled_requests_total", reason="cancelled") == 3
 
 
+async def test_who_is_cancelled_later_leaves_at_once_too() -> None:
+    device = HeldDevice(BESIDE)
+    bench = Bench(device)
+    first = await hold(bench, device)
+    gone = []
+    for seed in range(2):
+        gone.append(bench.submit(messages.random_attend(seed)))
+        bench.engine.cancel(gone[-1:])
+        await asyncio.sleep(0)  # they are replied to in the next turn of the event loop
+        assert [type(reply) for reply in bench.replies[gone[-1]]] == [Cancelled]
+    device.may_run.set()
+    await bench.outcomes([first, *gone])
+
+
 async def test_what_was_answered_can_be_cancelled_without_harm() -> None:
     bench = Bench(HeldDevice(INLINE))
     entry = bench.submit(messages.random_attend(0))

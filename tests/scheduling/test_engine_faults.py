@@ -81,6 +81,15 @@ async def test_a_request_that_fails_alone_is_not_tried_twice(caplog: pytest.LogC
     assert "/a/path" in caplog.text  # the log, unlike the caller, gets the full text
 
 
+async def test_the_time_of_a_failure_says_nothing() -> None:
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    message = messages.random_attend(0)
+    device.guilty = [message.query.data]
+    await bench.outcomes([bench.submit(message)])
+    assert bench.admission.pace.batches == 0
+
+
 async def test_a_batch_that_is_too_much_for_the_device_runs_one_by_one() -> None:
     device = HeldDevice(BESIDE)
     device.largest_batch = 1

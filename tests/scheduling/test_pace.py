@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import work
 
-from attnserve_server.scheduling.pace import FIRST_FLOP_SECONDS, FIRST_REQUEST_SECONDS, MAX_KINDS, Amount, Pace
+from attnserve_server.scheduling.pace import (
+    FIRST_FLOP_SECONDS,
+    FIRST_REQUEST_SECONDS,
+    LEARNING,
+    MAX_KINDS,
+    Amount,
+    Pace,
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,24 @@ def test_it_follows_a_device_that_becomes_slower() -> None:
     device.run(FAST, 1e9)
     device.run(SLOW, 1e9, batches=10)
     assert device.error(SLOW, 1e9) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_time_of_a_request_is_that_of_the_latest_batches() -> None:
+    device = Device()
+    device.run(FAST, 1e9)
+    device.run(SLOW, 1e9)
+    assert device.pace.request_seconds == pytest.approx(SLOW.seconds(1, 1e9), rel=0.1)
+
+
+def test_the_first_batches_formed_count_equally() -> None:
+    pace = Pace()
+    for share, average in ((0.5, 0.5), (0.1, 0.3), (0.9, 0.5)):
+        pace.formed(share)
+        assert pace.request_share == pytest.approx(average)
+    for _ in range(100):
+        pace.formed(0.5)
+    pace.formed(1.0)
+    assert pace.request_share == pytest.approx(0.5 + LEARNING * 0.5)
 
 
 def test_one_batch_that_was_held_up_changes_little() -> None:
