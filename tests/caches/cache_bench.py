@@ -79,8 +79,8 @@ class Bench:
         self.store = store_of(PAGES, page_bytes=PAGE_BYTES)
         self.host = CacheHost(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
         self.admission = OpenAdmission(1000, 10**12, 10**15)
-        queue: BatchQueue[Entry] = batch_queue()
-        self.engine = engine_of(self.device, queue, self.admission, new_metrics())
+        self.queue: BatchQueue[Entry] = batch_queue()
+        self.engine = engine_of(self.device, self.queue, self.admission, new_metrics())
         self.engine.open()
         self.order: list[Entry] = []
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}
@@ -192,6 +192,8 @@ class Bench:
         assert self.engine.waiting_for_turns == 0
         assert self.store.reserved_pages == 0
         assert set(Counter(self.order).values()) == {1}
+        await asyncio.sleep(0)  # the last batch's time is learnt once its replies are on their way
+        assert self.queue._fairness._running == 0
         assert all(cache.users == 0 for cache in self.store.list(None, 0.0))
 
 

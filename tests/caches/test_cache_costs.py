@@ -104,6 +104,20 @@ async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> No
     await bench.finished()
 
 
+async def test_what_was_counted_anew_is_learnt_from(bench: Bench) -> None:
+    cache = bench.create(3)
+    running = await hold(bench, cache)
+    cut, reader = bench.truncate(cache, 0), bench.attend(cache)
+    foreseen = reader.cost
+    bench.engine.cancel([cut])
+    bench.device.may_run.set()
+    for entry in (running, reader):
+        await bench.check(entry, (0, 3))
+    await bench.finished()
+    assert reader.cost > foreseen
+    assert bench.admission.pace.batches == 2
+
+
 @pytest.mark.parametrize("bound", ["bytes", "flops"])
 async def test_it_may_lack_room_for_what_it_meets(bench: Bench, bound: str) -> None:
     """Then it is refused as it would have been on arrival, its append is undone, and others go on."""

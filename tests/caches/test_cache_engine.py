@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from time import monotonic, perf_counter
+from typing import Any
 
 import pytest
-from cache_bench import PAGE_BYTES, PAGES, Bench, bench
+from cache_bench import PAGE_BYTES, PAGES, PATIENCE_S, Bench, bench
 
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, FailedPrecondition, NotFound
+from attnserve_server.errors import (
+    Cancelled,
+    ComputationFailed,
+    DeadlineExceeded,
+    DeviceFailed,
+    FailedPrecondition,
+    NotFound,
+)
 from attnserve_server.scheduling.entry import Entry, Outcome
+from attnserve_server.scheduling.pace import Amount
 
 __all__ = ["bench"]
 
@@ -96,6 +105,24 @@ async def test_what_computes_nothing_does_not_wait_for_the_device(bench: Bench) 
     await bench.finished()
 
 
+async def test_what_computes_nothing_is_in_time_however_busy_the_device_is(bench: Bench) -> None:
+    busy, cache = bench.create(3), bench.create(20)
+    first = bench.attend(busy)
+    await bench.check(first, (0, 3))
+    await bench.device.until_entered()
+    slow = Amount()
+    slow.add(first.kind, first.cost)
+    for _ in range(20):
+        bench.admission.pace.learn(slow, 100 * PATIENCE_S)
+    bench.device.may_run.clear()
+    running = bench.attend(busy)
+    await bench.device.until_entered()
+    assert await bench.seen(bench.look(cache, deadline=perf_counter() + PATIENCE_S)) == 20
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3))
+    await bench.finished()
+
+
 async def test_replies_describe_a_cache_as_it_is_at_their_turn(bench: Bench) -> None:
     """However much is done to it in the same turn of the event loop, before any reply is written."""
     cache = bench.create(20)
@@ -128,6 +155,17 @@ async def test_what_computes_nothing_is_not_done_for_nobody(bench: Bench) -> Non
     bench.device.may_run.set()
     await bench.check(running, (0, 3))
     await bench.finished()
+
+
+async def test_a_bug_met_by_what_computes_nothing_leaves_nobody_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(bench.engine._pending, "run_without_device", fail)
+    assert isinstance(await bench.outcome(bench.look(bench.create(3))), DeviceFailed)
+    assert bench.engine.failure == "the engine failed"
 
 
 async def test_hundreds_that_compute_nothing_have_their_turns_one_after_the_other(bench: Bench) -> None:
@@ -221,6 +259,12 @@ async def test_who_expects_another_length_when_its_turn_has_come_changes_nothing
     assert "5 tokens, not 3" in str(refused)
     await bench.check(first, (0, 3), (1, 2))
     await bench.check(next_one, (0, 3), (1, 2), (2, 1))
+    await bench.finished()
+
+
+async def test_a_batch_of_which_nothing_could_run_is_over(bench: Bench) -> None:
+    """It does not keep callers from starting afresh, once nobody waits."""
+    assert isinstance(await bench.outcome(bench.attend(bench.create(3), expected_length=9)), FailedPrecondition)
     await bench.finished()
 
 

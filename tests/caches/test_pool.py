@@ -118,6 +118,15 @@ def test_old_entries_are_forgotten() -> None:
     assert len(extents._by_length) < 100
 
 
+def test_the_longest_extent_is_found_when_old_entries_have_been_forgotten() -> None:
+    extents = FreeExtents(100)
+    extents.take(range(100), 60, 1)
+    for _ in range(200):
+        extents.take(range(61, 100), 99, 1)
+        extents.add(99, 100)
+        assert extents.longest() == range(60)
+
+
 def runs(pages: set[int]) -> list[range]:
     """The runs of adjacent pages."""
     ordered = np.array(sorted(pages), np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -330,6 +331,17 @@ def test_leases_that_are_over_are_forgotten() -> None:
     for time in range(10_000):
         store.delete(store.create(SHAPE, 1e9, float(time)))
     assert len(store._leases._ends) < 100
+
+
+def test_the_lease_that_ended_first_is_known_when_others_are_forgotten() -> None:
+    store = store_of(0, max_caches=1000)
+    drawn = random.Random(0)
+    caches = [store.create(SHAPE, float(ttl), 0.0) for ttl in drawn.sample(range(1, 1000), 300)]
+    for cache in caches[:250]:
+        store.delete(cache)
+    for cache in sorted(caches[250:], key=lambda cache: cache.expires):
+        assert store._leases.first() is cache
+        store.delete(cache)
 
 
 def test_caches_of_too_many_layers() -> None:
