@@ -9,6 +9,8 @@ import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
+from attnserve import OverloadedError
+from attnserve._errors import error_from_status
 from attnserve._requests.operation import ATTEND, Operation
 from attnserve._requests.reply import Response
 from attnserve._servers.replicas import Replica
@@ -56,6 +58,13 @@ def full(bound: str, delay: float | None) -> Status:
         again.retry_delay.FromNanoseconds(round(delay * 1e9))
         found.details.add().Pack(again)
     return found
+
+
+def refusal(delay: float | None) -> OverloadedError:
+    """The error of a server that has no room for any call, for some seconds."""
+    error = error_from_status(full("requests", delay))
+    assert isinstance(error, OverloadedError)
+    return error
 
 
 def call(

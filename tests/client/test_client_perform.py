@@ -17,7 +17,7 @@ import pytest
 from calls import PATIENCE_S
 
 from attnserve import DeadlineExceededError, FailedPreconditionError, UnavailableError
-from attnserve._caching import transaction
+from attnserve._caching import plans, transaction
 from attnserve._caching.plans import Plan, Request, Steps
 from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction, perform
@@ -68,6 +68,12 @@ def test_each_step_is_sent_what_the_one_before_was_answered(cache: CacheState) -
     assert all(timeout is not None and 0 < timeout <= PATIENCE_S for timeout in asked)
     assert perform(cache.turns, plan(cache, once(), None), lambda request, timeout: timeout) is None
     assert is_free(cache)
+
+
+def test_who_changes_a_cache_or_looks_at_its_lengths_has_it_alone(cache: CacheState) -> None:
+    alone = [plans.truncate(cache, 0, None), plans.delete(cache, None), plans.refresh(cache, None)]
+    assert [each.alone for each in alone] == [True] * 3
+    assert not plans.fork(cache, GET, None).alone
 
 
 def test_errors_are_thrown_into_the_steps(cache: CacheState) -> None:

@@ -87,6 +87,20 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_ev
         assert pause(after(policy, overloaded(told), 1, 0.0, inf)) == pytest.approx(0.01 * share)
 
 
+@pytest.mark.parametrize("draw", [0.0, 0.3, 1.0])
+def test_a_call_that_waits_for_room_does_so_twice_as_long_every_time_up_to_a_bound(draw: float) -> None:
+    policy = RetryPolicy(2, first_delay=0.1, longest_delay=0.2, random=lambda: draw)
+    share = 1.0 + 0.5 * draw
+
+    def delay(told: float, attempts: int) -> float | None:
+        return policy.until_room(error_from_status(overloaded(told)), attempts, 0.0, inf)
+
+    delays = [delay(0.05, attempts) for attempts in (1, 2, 3, 4, 50)]
+    assert delays == pytest.approx([d * share for d in (0.05, 0.1, 0.2, 0.2, 0.2)])
+    assert delay(0.5, 3) == pytest.approx(0.5 * share), "never sooner than it is told"
+    assert delay(0.0, 1) == pytest.approx(0.01 * share)
+
+
 def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
     budget = Budget()
     assert [budget.take(0.0) for _ in range(BUDGET_ALWAYS + 2)] == [True] * BUDGET_ALWAYS + [False] * 2

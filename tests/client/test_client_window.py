@@ -12,15 +12,14 @@ import grpc
 import numpy as np
 import pytest
 from askers import array
-from multiplexed import DONE, Alone, call, full, message, replica_of, status
+from multiplexed import DONE, Alone, call, full, message, refusal, replica_of, status
 from peers import peer, replies
 
 from attnserve import Client, OverloadedError
-from attnserve._errors import error_from_status
 from attnserve._requests.reply import Reply
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.multiplexer import Multiplexer
-from attnserve._transports.window import FORGOTTEN_AFTER, Window
+from attnserve._transports.window import FORGOTTEN_AFTER, LEAST_PAUSE, Window
 from attnserve.v1 import attention_pb2 as pb
 
 if TYPE_CHECKING:
@@ -145,6 +144,23 @@ def test_a_server_that_took_none_is_asked_by_one_and_then_by_more() -> None:
     stream.replies("b", 0, now=0.7)
     assert stream.sent(0.7) == [1, 2, 3, 4]
     assert set(stream.outcomes) == {"a", "b", 0}
+
+
+def test_a_server_that_refuses_whoever_asks_is_asked_half_as_often_each_time() -> None:
+    window = Window(9)
+    asked = 0.0
+    for pause in (1.0, 2.0, 4.0, 8.0):
+        window.refused(refusal(1.0), 0, 0.01, asked)
+        assert window.asks == asked + pause
+        asked = window.asks
+        window.asked(asked)
+
+
+def test_a_server_that_tells_no_delay_is_not_asked_at_once() -> None:
+    window = Window(3)
+    window.refused(refusal(0.0), 4, 0.0, 0.0)
+    window.answered(1, 2, 1.0, taken=True)
+    assert window.asks == 1.0 + LEAST_PAUSE
 
 
 def test_one_that_never_has_room_is_given_up_after_so_many_retries() -> None:
@@ -364,8 +380,7 @@ def test_closing_ends_what_is_held(stream: Stream) -> None:
 
 def test_an_error_that_is_kept_holds_no_frames() -> None:
     window = Window(3)
-    error = error_from_status(full("requests", 1.0))
-    assert isinstance(error, OverloadedError)
+    error = refusal(1.0)
     window.refused(error, 0, 1.0, 0.0)
     assert window.refusal is not error
 
