@@ -12,7 +12,7 @@ import pytest
 
 from attnserve_server.__main__ import main
 from attnserve_server.access import tokens
-from attnserve_server.access.callers import ALL_ROLES, Caller, anybody
+from attnserve_server.access.callers import ALL_ROLES, MAX_NAME, Caller, anybody
 from attnserve_server.access.grants import Grants, GrantsError, GrantsFile, parse
 from attnserve_server.errors import PermissionDenied
 from attnserve_server.settings.config import Config
@@ -147,7 +147,24 @@ def test_the_command_makes_an_entry_and_a_secret(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("argv", [["token"], ["token", 'a"b'], ["token", "a\nb"], ["token", "a", "--roles", "root"]])
+def test_the_command_takes_the_longest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "n" * MAX_NAME
+    assert main(["token", name]) == 0
+    entry, token = capsys.readouterr()
+    assert parse(entry).of_token(token.strip()) == Caller(name, frozenset({"use"}), name)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["token"],
+        ["token", ""],
+        ["token", "n" * (MAX_NAME + 1)],
+        ["token", 'a"b'],
+        ["token", "a\nb"],
+        ["token", "a", "--roles", "root"],
+    ],
+)
 def test_the_command_refuses_what_the_file_could_not_hold(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)

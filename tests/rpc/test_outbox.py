@@ -118,3 +118,12 @@ async def test_whenever_the_caller_leaves_nothing_is_held_for_it(taken: int) -> 
     assert sending.held == (0, 0)
     await asyncio.sleep(0)
     assert sending.written == [0, "close", 1, 2][: taken + 1], "nothing is written to who has left"
+
+
+async def test_what_has_been_sent_is_looked_after_no_longer() -> None:
+    sending = Sending()
+    sending.put(0)
+    sending.outbox.write()
+    assert len(sending.outbox._unread._sending) == 1
+    await sending.context.take()
+    assert not sending.outbox._unread._sending

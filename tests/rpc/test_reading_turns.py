@@ -113,6 +113,20 @@ async def test_one_that_leaves_the_line_holds_up_nobody(at_once: bool) -> None:
     assert streams.turn.is_free
 
 
+async def test_those_that_leave_when_they_have_been_called_have_the_next_called() -> None:
+    streams = Streams()
+    streams.turn.begin()
+    *leaving, staying = (asyncio.create_task(streams.message(name, SHORT)) for name in CALLED * "b" + "c")
+    await asyncio.sleep(0)
+    streams.turn.end(0.0, LONG)
+    await asyncio.sleep(0)  # all but the last have been called
+    for each in leaving:
+        each.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await staying
+    assert (streams.read, streams.turn.is_free) == ("c", True)
+
+
 async def test_each_caller_has_its_own_turns_for_as_long_as_it_has_streams() -> None:
     turns, one, another = ReadingTurns(), Share(), Share()
     turn = turns.of(one)
