@@ -78,7 +78,8 @@ class Client:
         - `retries`: how often a call is sent again when the server goes away. With 0 none waits for room either.
         - `streams`: over how many streams the calls to a server are spread. One is enough, unless small calls wait
           behind calls of tens of megabytes: then 2 to 4.
-        - `options`: gRPC channel options, which override the SDK's own.
+        - `options`: gRPC channel options, which override the SDK's own. ``("grpc.enable_http_proxy", 1)`` is for the
+          proxy that ``http_proxy`` names; otherwise, none is used.
         - `tls`: a `TLS`, for a server that uses it. Default: plaintext.
         - `token`: the bearer token that identifies the caller, or a `Token` that names its file. Default: none.
         - `refresh`: how often the servers' addresses are looked up, in seconds; also done when a server goes away.

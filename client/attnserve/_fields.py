@@ -26,6 +26,10 @@ class ManyFieldsError(DecodeError):
     """Walking this message in Python would take too long."""
 
 
+class LongGroupError(ManyFieldsError):
+    """Because of a group, each byte of which may be a field."""
+
+
 def cached(maxsize: int) -> Callable[[F], F]:
     """`lru_cache` that keeps a function's type: mypy takes message classes to be unhashable, as messages are."""
     return cast(Callable[[F], F], lru_cache(maxsize))
@@ -110,7 +114,7 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
     first = at
     while at < end:
         if at - first > MANY_FIELDS:
-            raise ManyFieldsError("a group is too long")
+            raise LongGroupError("a group is too long")
         tag, behind = read_varint(buffer, at)
         if tag & 7 == 4:
             if tag >> 3 != number:

@@ -8,9 +8,10 @@ on a stream belong to many traces.
 from __future__ import annotations
 
 import logging
+import re
 from concurrent.futures import CancelledError
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnserve._errors import AttnServeError
 from attnserve._numbers import shown
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
 logger = logging.getLogger("attnserve")
+
+_PLACE: Final = re.compile(r"((ipv4|ipv6|dns):/*)?(?P<host>\[[^\]]+\]|[^:/,\[\]]+):(?P<port>\d+)")
+"""The address of one server by its host and port."""
 
 
 class CallSpan:
@@ -101,10 +105,10 @@ class Tracing:
 
 def _server(address: str) -> dict[str, str | int]:
     """The attributes that say which server is asked."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host and "," not in host:
-        return {"server.address": host.strip("[]"), "server.port": int(port)}
-    return {"server.address": address}
+    place = _PLACE.fullmatch(address)
+    if place is None:
+        return {"server.address": address}
+    return {"server.address": place["host"].strip("[]"), "server.port": int(place["port"])}
 
 
 def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:

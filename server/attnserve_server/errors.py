@@ -31,7 +31,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from attnserve._fields import ManyFieldsError
+from attnserve._fields import LongGroupError, ManyFieldsError
 from attnserve._wire import MOST_FIELDS
 from attnserve_server.no_room import NoRoom
 from attnserve_server.statuses import error_info, status_of
@@ -121,7 +121,7 @@ class Malformed(InvalidRequest):
     """Bytes that are not the message they should be, or a message with more fields than any needs."""
 
     def __init__(self, field: str, what: object) -> None:
-        if isinstance(what, ManyFieldsError):
+        if isinstance(what, ManyFieldsError) and not isinstance(what, LongGroupError):
             expected = f"at most {MOST_FIELDS} fields"
             super().__init__(field, expected, "more", LIMIT_EXCEEDED, limit="max_request_fields")
         else:

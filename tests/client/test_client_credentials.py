@@ -260,7 +260,8 @@ def test_commands_say_that_a_port_is_that_of_http(
         assert main([command, server.http_address]) == 1
         assert capsys.readouterr().err.endswith("; that is an HTTP port: gRPC is on another, by default 8001\n")
         assert main([command, guarded.http_address, "--ca", str(authority.ca)]) == 1
-        assert capsys.readouterr().err.endswith("; that is an HTTP port: gRPC is on another, by default 8001\n")
+        said = capsys.readouterr().err
+        assert "; that is an HTTP port (gRPC is on another, by default 8001), or a proxy" in said
     assert main(["top", guarded.address, "--once", "--ca", str(authority.ca)]) == 1
     assert capsys.readouterr().err.endswith("; metrics are on the HTTP port, by default 8002\n")
 

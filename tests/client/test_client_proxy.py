@@ -25,6 +25,8 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
             monkeypatch.setenv(name, f"http://127.0.0.1:{listening.getsockname()[1]}")
         for name in ("no_proxy", "no_grpc_proxy"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("GRPC_ADDRESS_HTTP_PROXY", f"127.0.0.1:{listening.getsockname()[1]}")
+        monkeypatch.setenv("GRPC_ADDRESS_HTTP_PROXY_ENABLED_ADDRESSES", "127.0.0.0/8")
         yield listening
 
 
@@ -43,6 +45,7 @@ async def test_a_client_goes_past_it(proxy: socket.socket, server: Server) -> No
 
 
 def test_it_is_used_if_the_options_say_so(proxy: socket.socket, server: Server) -> None:
+    """That of one variable; that of another for some addresses stays unused."""
     with Client(server.address, options=USED, retries=0) as client:
         future = client.submit(*arrays())
         connection, _ = proxy.accept()
@@ -57,5 +60,9 @@ def test_it_is_used_if_the_options_say_so(proxy: socket.socket, server: Server) 
 def test_it_gets_no_token_in_plaintext(server: Server) -> None:
     with pytest.raises(ValueError, match=f"^token: {server.address} would get it unencrypted; "):
         Client(server.address, options=USED, token="secret")
+    for option in (("grpc.enable_http_proxy", ""), ("grpc.address_http_proxy_enabled_addresses", "127.0.0.0/8")):
+        with pytest.raises(ValueError, match="would get it unencrypted; "):
+            Client(server.address, options=[option], token="secret")
+    Client("unix:/run/attnserve", options=USED, token="secret").close()
     Client(server.address, options=USED, token="secret", tls=TLS()).close()
     Client(server.address, options=USED, token=Token("secret", plaintext=True)).close()

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from peers import good, good_unary, peer
 
 from attnserve import AsyncClient, Client, InvalidRequestError, UnavailableError
-from attnserve._tracing import Tracing
+from attnserve._tracing import Tracing, tracing_of
 from attnserve._transports.tasks import CallFuture
 from attnserve.v1 import attention_pb2 as pb
 
@@ -227,3 +227,27 @@ def test_opentelemetry_is_imported_only_where_it_is_asked_for() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("tracing needs OpenTelemetry: pip install 'attnserve[tracing]'")
+
+
+@pytest.mark.parametrize(
+    ("address", "server"),
+    [
+        ("host:1", {"server.address": "host", "server.port": 1}),
+        ("dns:///a.example:8001", {"server.address": "a.example", "server.port": 8001}),
+        ("ipv4:10.0.0.1:8001", {"server.address": "10.0.0.1", "server.port": 8001}),
+        ("ipv6:[::1]:8001", {"server.address": "::1", "server.port": 8001}),
+        ("unix:/run/attnserve:1", {"server.address": "unix:/run/attnserve:1"}),
+        ("ipv4:10.0.0.1:8001,10.0.0.2:8001", {"server.address": "ipv4:10.0.0.1:8001,10.0.0.2:8001"}),
+        ("vsock:2:8001", {"server.address": "vsock:2:8001"}),
+    ],
+)
+def test_a_span_says_which_server_is_asked(address: str, server: dict[str, Any]) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = tracing_of(provider, address)
+    assert tracing is not None
+    tracing.begin(f"/{ATTEND}", None).end(None)
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert {name: value for name, value in span.attributes.items() if name.startswith("server.")} == server

@@ -110,6 +110,16 @@ def test_ids_to_cancel_are_counted_however_they_are_given(packed: bool) -> None:
         assert (caught.value.field, caught.value.reason) == ("cancel", "LIMIT_EXCEEDED")
 
 
+def test_a_call_with_a_long_group_is_said_to_be_malformed() -> None:
+    """It has few fields, of which one may have any number: that is no bound which the server states."""
+    body = b"\x08\x07\x7b" + b"\x08\x01" * 2100 + b"\x7c"
+    _, (call,) = read_message(b"\x12" + _fields.varint(len(body)) + body, 1)
+    assert call.id == 7
+    assert isinstance(call.error, InvalidRequest)
+    assert (call.error.reason, call.error.metadata) == ("MALFORMED_MESSAGE", {"field": "calls"})
+    assert "a group is too long" in str(call.error)
+
+
 @pytest.mark.parametrize("field", [b"\x78\x01", b"\x7a\x00", b"\x7b" + b"\x08\x01" * 50 + b"\x7c"])
 def test_a_call_of_too_many_fields_is_its_own_error(field: bytes) -> None:
     """Unknown fields, requests in parts, and groups: parsing all that fit into a message would take minutes."""

@@ -4,10 +4,10 @@ the same plans (`transaction`).
 In: caches, and arguments as the caller passed them. Out: a `Plan`, whose steps are a generator: it yields requests, is
 sent their results or thrown their errors, and returns what the caller gets.
 
-**Nothing is appended twice, and nothing acknowledged is lost.** Every request states how many tokens the SDK expects a
-cache to have, unless it only reads one that another client writes, and one that appends or truncates has an id. If the
-connection breaks, the transports send the request again; if the first attempt had run, the second gets
-FAILED_PRECONDITION, and the server recognises its id. Then
+**Nothing is appended twice, and nothing acknowledged is lost.** Every append, truncation and attention states how many
+tokens the SDK expects a cache to have, unless it only reads one that another client writes, and one that appends or
+truncates has an id. If the connection breaks, the transports send the request again; if the first attempt had run, the
+second gets FAILED_PRECONDITION, and the server recognises its id. Then
 
 - an append or a truncation has succeeded,
 - an attention is requested again without keys and values: the result is the same, since positions count from the end,

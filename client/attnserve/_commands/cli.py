@@ -51,8 +51,10 @@ _NO_CONNECTION: Final = (
     "tcp handshaker shutdown",
 )
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
-_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server", "missing selected ALPN property")
-"""What they say where the answer is HTTP/1, or over TLS would be: again only they do."""
+_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
+"""What they say where the answer is HTTP/1: again only they do."""
+_NO_HTTP_2: Final = "missing selected ALPN property"
+"""What they say where TLS is spoken, and HTTP/2 not offered."""
 _OTHER_NAME: Final = "Hostname Verification Check failed"
 """What they say where the server's certificate is of another name."""
 _LONGEST: Final = 1e9
@@ -120,6 +122,8 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     said = str(error)
     if any(each in said for each in _HTTP_1):
         return "; that is an HTTP port: gRPC is on another, by default 8001"
+    if _NO_HTTP_2 in said:
+        return "; that is an HTTP port (gRPC is on another, by default 8001), or a proxy that offers no HTTP/2"
     if UNKNOWN_AUTHORITY in said:
         return ASK_FOR_CA
     if _OTHER_NAME in said:

@@ -30,8 +30,10 @@ SERVICE: Final = "/attnserve.v1.AttentionService/"
 ANYHOW: Final = ("grpc.inhibit_health_checking", 1)
 """The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
 
-PROXY: Final = "grpc.enable_http_proxy"
-"""The channel option to connect through the proxy that environment variables such as ``http_proxy`` name."""
+_NO_PROXY: Final = {"grpc.enable_http_proxy": 0, "grpc.address_http_proxy_enabled_addresses": ""}
+"""The channel options by which no proxy is used: neither that of environment variables such as ``http_proxy``, nor that
+of those for some addresses (``GRPC_ADDRESS_HTTP_PROXY``).
+"""
 
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_send_message_length", -1),
@@ -39,7 +41,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     # Otherwise all clients of a process with the same options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
     # A proxy of the environment is for the world outside. It would get what is sent to this machine, tokens included.
-    (PROXY, 0),
+    *_NO_PROXY.items(),
     # If a name resolves to several servers (a headless Service), streams are spread over them.
     # A server whose health check says that it takes no more calls gets none; one without a health check gets calls.
     (
@@ -119,7 +121,9 @@ class Settings:
         """ValueError if the token would be sent to an address unencrypted."""
         if self.token is None or self.tls is not None or self.token.plaintext:
             return
-        if not is_local(address) or dict(self.options).get(PROXY):
+        options = dict(self.options)
+        may_use_proxy = any(options.get(name, none) != none for name, none in _NO_PROXY.items())
+        if not is_local(address) or (may_use_proxy and not address.startswith("unix")):
             raise ValueError(
                 f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
             )

@@ -62,7 +62,8 @@ class Load:
         limits = GaugeMetricFamily(
             "attnserve_in_flight_limit",
             "The most that is admitted, in the unit of attnserve_in_flight_ with the bound's name; of seconds, what 16 "
-            "requests or two batches take or, unless requests are being refused, max_queue_time if that is more.",
+            "requests or two batches take or, unless requests are being refused, max_queue_time if that is more; if "
+            "more than that is in flight, as much as is.",
             labels=["bound"],
         )
         for bound, limit in self.limits.items():

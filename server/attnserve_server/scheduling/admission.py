@@ -121,8 +121,13 @@ class Admission:
 
     @property
     def longest_seconds(self) -> float:
-        """How long that may be at present, before more is refused; infinity is no bound."""
-        return self._longest(self.seconds) if self._max_queue_time < inf else inf
+        """How long that may be at present, before more is refused: as long as it is, if more is refused already;
+        infinity is no bound.
+        """
+        seconds, needed = self.seconds, self._needed_seconds
+        if self._everybody.waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4:  # the next request finds no queue
+            return max(needed, self._max_queue_time)
+        return max(seconds, self._longest(seconds)) if self._max_queue_time < inf else inf
 
     def check(self, caller: Hashable, size: int) -> None:
         """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
