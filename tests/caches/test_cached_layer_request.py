@@ -184,7 +184,7 @@ async def test_no_room_is_foreseen(bench: Bench) -> None:
     await bench.output(caches[0], tokens=25)  # two pages a layer
     with pytest.raises(CacheFull) as caught:
         bench.submit(*caches[1:], bench.create(), tokens=25)
-    assert caught.value.metadata == {"free_bytes": str((PAGES - 2 * BLOCKS) * PAGE_BYTES)}
+    assert caught.value.metadata == {"bound": "cache_bytes", "free_bytes": str((PAGES - 2 * BLOCKS) * PAGE_BYTES)}
     assert bench.host.store.reserved_pages == 0
     assert await bench.output(*caches[1:], tokens=25)
     assert [cache.lengths for cache in caches] == [[25, 25]] * 6

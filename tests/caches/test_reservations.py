@@ -20,7 +20,7 @@ def test_a_full_pool_says_how_much_is_free_and_when_to_retry() -> None:
     leased = store.create(SHAPE, 2.0, 0.0)
     with pytest.raises(CacheFull) as error:
         append(store, cache, 6, now=0.5)
-    assert error.value.metadata == {"free_bytes": "256"}
+    assert error.value.metadata == {"bound": "cache_bytes", "free_bytes": "256"}
     details = error.value.details()
     assert isinstance(details[1], error_details_pb2.RetryInfo)
     assert details[1].retry_delay.ToNanoseconds() == 1.5e9, "the lease of the other has so much left"
@@ -96,7 +96,7 @@ def test_those_who_wait_are_promised_the_pages_that_they_fill_together() -> None
     assert store.reserved_pages == 4
     with pytest.raises(CacheFull) as error:
         store.reserve([(cache, 0, 1)], 0.0)
-    assert error.value.metadata == {"free_bytes": "0"}
+    assert error.value.metadata == {"bound": "cache_bytes", "free_bytes": "0"}
     store.cancel(waiting.pop(3))
     waiting.append(store.reserve([(cache, 0, 1)], 0.0))
     for reservation in waiting:

@@ -303,7 +303,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         needed = sum(self.pages_to_come(*of, [*self.foreseen(of[0]), refused]) for of in layers)
         assert needed - promised > available
         if isinstance(refusal, CacheFull):
-            assert refusal.metadata == {"free_bytes": str(available * PAGE_BYTES)}
+            assert refusal.metadata == {"bound": "cache_bytes", "free_bytes": str(available * PAGE_BYTES)}
             assert not set(self.expired()) - set(refused.models)
         alone = sum(-(-len(new) // PAGE_TOKENS) for _, _, new in refused.wanted)
         assert isinstance(refusal, InvalidRequest) == (alone > PAGES)
