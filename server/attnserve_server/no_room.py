@@ -7,7 +7,7 @@ all that get it. `errors.Overloaded` is the error that carries one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import ClassVar, Final
 
@@ -29,16 +29,21 @@ class NoRoom:
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     bound: str
-    """Of what there is none left: a name for programs, in the ErrorInfo of most."""
+    """Of what there is none left: a name for programs, in the ErrorInfo."""
     message: str
     reason: str
     """A constant that a program can compare."""
     retry_delay: float
     """Seconds after which there should be room."""
-    metadata: Mapping[str, str]
-    """What else the ErrorInfo says."""
     rejection: str
     """Its label in the metrics of rejections."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """What else the ErrorInfo says."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """All that the ErrorInfo says."""
+        return {"bound": self.bound, **self.more}
 
     def details(self) -> list[Message]:
         """ErrorInfo, and RetryInfo with the delay."""
@@ -64,7 +69,6 @@ def full(bound: str, limit: float, retry_delay: float) -> NoRoom:
         f"the server is full: its bound on {_worded(bound, limit)}; retry in {retry_delay:.3f} s",
         "OVERLOADED",
         retry_delay,
-        {"bound": bound},
         bound,
     )
 
@@ -78,7 +82,6 @@ def share_exceeded(bound: str, limit: float, retry_delay: float) -> NoRoom:
         f" retry in {retry_delay:.3f} s",
         "SHARE_EXCEEDED",
         retry_delay,
-        {"bound": bound},
         "share",
     )
 
@@ -101,7 +104,7 @@ def too_many_unread(limit: int, of_all: bool = False) -> NoRoom:
 def _too_many(things: str, bound: str, reason: str, limit: int, of_all: bool) -> NoRoom:
     whose = "all callers together have" if of_all else "the caller has"
     message = f"{whose} as many {things} as {'they' if of_all else 'one'} may have: {limit}"
-    return NoRoom(bound, message, reason, OPEN_RETRY_DELAY, {"bound": bound, "most": str(limit)}, bound)
+    return NoRoom(bound, message, reason, OPEN_RETRY_DELAY, bound, {"most": str(limit)})
 
 
 def _worded(bound: str, limit: float) -> str:

@@ -22,9 +22,9 @@ _OTHER_NAMES: Final = (62, 64)
 """OpenSSL's codes for certificates of other names and other IP addresses: X509_V_ERR_HOSTNAME_MISMATCH and its like."""
 _SAID: Final = 200
 """How many characters of a refusal are quoted in the error."""
-_PIECE: Final = 64 * 1024
 _OTHER_PORT: Final = f"; metrics are on the HTTP port, by default {METRICS_PORT}"
 """What may be wrong where something else than HTTP answers."""
+_PIECE: Final = 64 * 1024
 _LARGEST: Final = 64 * 1024 * 1024
 """More bytes than a page of metrics has."""
 

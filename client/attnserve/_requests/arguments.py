@@ -117,8 +117,10 @@ little, or misleads.
 """
 
 
-OF_A_LAYER: Final = {name: Hint(f"{name!r} is one", name) for name in ("alibi_slopes", "scale", "sinks", "softcap")}
-"""The same for applying layers, which define these."""
+OF_A_LAYER: Final = {
+    name: Hint(f"the layer defines its {name}") for name in ("alibi_slopes", "scale", "sinks", "softcap")
+}
+"""The same for applying layers."""
 
 OF_A_CACHE: Final = {
     "cache_layer": Hint("'layer' is one"),

@@ -17,7 +17,7 @@ class CacheFull(Overloaded):
                 f"retry in {retry_delay:.3f} s",
                 reason="CACHE_FULL",
                 retry_delay=retry_delay,
-                metadata={"bound": "cache_bytes", "free_bytes": str(free_bytes)},
                 rejection="cache_bytes",
+                more={"free_bytes": str(free_bytes)},
             )
         )

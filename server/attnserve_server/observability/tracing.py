@@ -247,9 +247,7 @@ def _endpoint_in(environ: Mapping[str, str]) -> str:
 
 def _off(config: Config, environ: Mapping[str, str]) -> list[str]:
     """What in OpenTelemetry's variables turns tracing off, in words."""
-    why = []
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        why.append("OTEL_SDK_DISABLED is true")
+    why = ["OTEL_SDK_DISABLED is true"] if _is_disabled(environ) else []
     if config.tracing_endpoint:
         return why
     exporters = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
@@ -261,12 +259,16 @@ def _off(config: Config, environ: Mapping[str, str]) -> list[str]:
     return why
 
 
-def _may_be_a_mistake(config: Config, environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables may turn tracing off without being meant to: they name an endpoint and neither
-    say that there is to be no tracing, or the configuration says that there is to be.
+def _is_disabled(environ: Mapping[str, str]) -> bool:
+    return environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+
+
+def _is_wanted(config: Config, environ: Mapping[str, str]) -> bool:
+    """Whether there should be tracing: it is configured, or OpenTelemetry's variables name an endpoint and do not say
+    outright that there is to be none.
     """
-    asked = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
-    return bool(config.tracing_endpoint) or (bool(_endpoint_in(environ)) and not asked)
+    none = _is_disabled(environ) or environ.get("OTEL_TRACES_EXPORTER") == "none"
+    return bool(config.tracing_endpoint or (_endpoint_in(environ) and not none))
 
 
 def shown(endpoint: str) -> str:
@@ -279,7 +281,7 @@ def open_tracing(config: Config, environ: Mapping[str, str], metrics: Metrics, d
     """The tracing; None if it is off. Raises StartError if it is configured and OpenTelemetry is not installed."""
     endpoint = endpoint_of(config, environ)
     if not endpoint:
-        if (why := _off(config, environ)) and _may_be_a_mistake(config, environ):
+        if (why := _off(config, environ)) and _is_wanted(config, environ):
             logger.warning("tracing is off: %s", "; ".join(why))
         return None
     try:

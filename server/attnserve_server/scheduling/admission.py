@@ -125,9 +125,10 @@ class Admission:
         infinity is no bound.
         """
         seconds, needed = self.seconds, self._needed_seconds
-        if self._everybody.waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4:  # the next request finds no queue
+        none_stands = self._everybody.waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # as the next request finds
+        if none_stands or self._max_queue_time == inf:
             return max(needed, self._max_queue_time)
-        return max(seconds, self._longest(seconds)) if self._max_queue_time < inf else inf
+        return max(seconds, self._longest(seconds, needed))
 
     def check(self, caller: Hashable, size: int) -> None:
         """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
@@ -178,10 +179,10 @@ class Admission:
         """What is told to a caller that would wait too long, both for all that waits and for its own requests alone at
         one caller's equal share.
         """
-        seconds = self.seconds
-        if seconds < self._needed_seconds / 4:
+        seconds, needed = self.seconds, self._needed_seconds
+        if seconds < needed / 4:
             self._queue_stands = False
-        longest = self._longest(seconds)
+        longest = self._longest(seconds, needed)
         if seconds < longest:
             return None
         callers = len(self._callers) + (own is NOTHING)
@@ -196,12 +197,11 @@ class Admission:
         """How much the device needs so as not to run out of work."""
         return self.pace.request_seconds * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
 
-    def _longest(self, seconds: float) -> float:
+    def _longest(self, seconds: float, needed: float) -> float:
         """How long a queue may be that now takes so many seconds. One that comes and goes may take `max_queue_time`. A
-        standing queue helps nobody, and is kept to what the device needs.
+        standing queue helps nobody, and is kept to what the device needs, or what may always wait.
         """
-        always = seconds * ALWAYS_WAIT / max(self._everybody.waiting, ALWAYS_WAIT)
-        needed = max(self._needed_seconds, always)
+        needed = max(needed, seconds * ALWAYS_WAIT / max(self._everybody.waiting, ALWAYS_WAIT))
         return needed if self._queue_stands else max(needed, self._max_queue_time)
 
     def admit(self, caller: Hashable, size: int, flops: int, reply_bytes: int, kind: str) -> None:
