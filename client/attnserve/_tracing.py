@@ -8,13 +8,13 @@ on a stream belong to many traces.
 from __future__ import annotations
 
 import logging
-import re
 from concurrent.futures import CancelledError
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attnserve._errors import AttnServeError
 from attnserve._numbers import shown
+from attnserve._settings.targets import host_and_port
 from attnserve._version import __version__
 from attnserve.v1 import attention_pb2 as pb
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
 logger = logging.getLogger("attnserve")
-
-_PLACE: Final = re.compile(r"((ipv4|ipv6|dns):/*)?(?P<host>\[[^\]]+\]|[^:/,\[\]]+):(?P<port>\d+)")
-"""The address of one server by its host and port."""
 
 
 class CallSpan:
@@ -105,10 +102,8 @@ class Tracing:
 
 def _server(address: str) -> dict[str, str | int]:
     """The attributes that say which server is asked."""
-    place = _PLACE.fullmatch(address)
-    if place is None:
-        return {"server.address": address}
-    return {"server.address": place["host"].strip("[]"), "server.port": int(place["port"])}
+    place = host_and_port(address)
+    return {"server.address": address} if place is None else {"server.address": place[0], "server.port": place[1]}
 
 
 def tracing_of(tracing: bool | TracerProvider, address: str) -> Tracing | None:

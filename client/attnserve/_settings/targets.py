@@ -23,7 +23,7 @@ _LIST: Final = re.compile(r"ipv[46]:((//)?/)?(?P<places>.*)")
 _NO_PORT: Final = ("unix:", "unix-abstract:", "vsock:", "xds:", "google-c2p:")
 """The schemes that gRPC resolves without a port, or whose port it checks itself."""
 _NAME: Final = re.compile(r"dns:((//[^/\s]*)?/)?(?P<place>.*)")
-_HOST_AND_PORT: Final = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/,]+):(?P<port>[0-9]+)")
+_HOST_AND_PORT: Final = re.compile(r"(?P<host>\[[^\[\]\s]+\]|[^\[\]\s:/,]+):(?P<port>[0-9]+)")
 _LAST_PORT: Final = 65535
 _EXPECTED: Final = "expected host:port, unix:/path or dns:///name:port"
 
@@ -82,13 +82,25 @@ def check_address(address: str) -> None:
         if not address.partition(":")[2].strip("/"):
             raise ValueError(f"address: {_EXPECTED}, found {address!r}")
         return
-    named = _NAME.fullmatch(address)
-    for place in _listed(address) or [address if named is None else unquote(named["place"])]:
+    for place in _places(address):
         found = _HOST_AND_PORT.fullmatch(place)
         if found is None:
             raise ValueError(f"address: {_EXPECTED}, found {address!r}")
         if not 1 <= int(found["port"]) <= _LAST_PORT:
             raise ValueError(f"address: expected a port from 1 to {_LAST_PORT}, found {address!r}")
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """The host and the port of the server that an address names; None for several, and for one without a port."""
+    places = [] if address.startswith(_NO_PORT) else _places(address)
+    found = _HOST_AND_PORT.fullmatch(places[0]) if len(places) == 1 else None
+    return None if found is None else (found["host"].strip("[]"), int(found["port"]))
+
+
+def _places(address: str) -> list[str]:
+    """What an address has behind its scheme, if that has a meaning here: hosts with their ports."""
+    named = _NAME.fullmatch(address)
+    return _listed(address) or [address if named is None else unquote(named["place"])]
 
 
 def _listed(address: str) -> list[str]:
