@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import wait
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import calls
 import grpc
 import numpy as np
 import pytest
 from askers import array
-from multiplexed import DONE, Alone, call, full, message, refusal, replica_of, status
+from multiplexed import full, refusal, status
 from peers import peer, replies
+from windowed import Stream, stream
 
 from attnserve import Client, OverloadedError
-from attnserve._requests.reply import Reply
-from attnserve._settings.retry import RetryPolicy
-from attnserve._transports.multiplexer import Multiplexer
-from attnserve._transports.window import FORGOTTEN_AFTER, LEAST_PAUSE, Window
+from attnserve._transports.window import FORGOTTEN_AFTER, Window
 from attnserve.v1 import attention_pb2 as pb
 
 if TYPE_CHECKING:
@@ -27,52 +24,7 @@ if TYPE_CHECKING:
 
     from conftest import Server
 
-EAGER = RetryPolicy(retries=3, first_delay=0.1, longest_delay=5.0, random=lambda: 0.0)
-"""Waits no longer than the server says."""
-
-
-class Stream:
-    """A multiplexer and its server, which answers and refuses calls by their names."""
-
-    def __init__(self, policy: RetryPolicy = EAGER) -> None:
-        self.multiplexer: Multiplexer[Any] = Alone(policy, replica_of("here"))
-        self.number = self.multiplexer.opened(0.0)
-        self.ids: dict[Any, int] = {}
-        self.outcomes: dict[Any, Any] = {}
-
-    def add(self, *names: Any, now: float = 0.0, timeout: float | None = None, priority: int = 0) -> None:
-        for name in names:
-            added = call(name, now=now, timeout=timeout)
-            added.priority = priority
-            self.multiplexer.add(added, now)
-            self.ids[name] = added.id
-
-    def sent(self, now: float = 0.0) -> list[Any]:
-        """The names of the calls in the messages that are due."""
-        names = []
-        while (found := message(self.multiplexer, self.number, now)) is not None:
-            names += [next(name for name, own in self.ids.items() if own == each.id) for each in found.calls]
-        return names
-
-    def replies(self, *names: Any, now: float = 0.0, error: Any = DONE) -> None:
-        """A message with replies."""
-        self._take(self.multiplexer.resolve(self.number, [Reply(self.ids[name], error) for name in names], now))
-
-    def tick(self, now: float) -> None:
-        self._take(self.multiplexer.tick(now))
-
-    def _take(self, outcomes: list[Any]) -> None:
-        self.outcomes |= {call.owner: outcome for call, outcome in outcomes}
-
-
-@pytest.fixture
-def stream() -> Stream:
-    """Whose server took the first four of six calls, and refused the others for one second."""
-    stream = Stream()
-    stream.add(*range(6))
-    assert stream.sent() == [*range(6)]
-    stream.replies(4, 5, error=full("queue_time", 1.0))
-    return stream
+__all__ = ["stream"]
 
 
 def test_no_more_are_sent_than_the_server_took(stream: Stream) -> None:
@@ -126,65 +78,6 @@ def test_answers_while_others_wait_find_more_room(stream: Stream) -> None:
     assert 6 <= most <= 12
     stream.replies(in_flight.pop(), now=0.3, error=full("queue_time", 1.0))
     assert stream.sent(0.3) == [], "which ends where one is refused"
-
-
-def test_a_server_that_took_none_is_asked_by_one_and_then_by_more() -> None:
-    stream = Stream()
-    stream.add("a", "b")
-    stream.sent()
-    stream.replies("a", "b", error=full("requests", 0.5))
-    stream.add(*range(20), now=0.1)
-    stream.tick(0.49)
-    assert stream.sent(0.49) == []
-    assert stream.multiplexer.wakeup == pytest.approx(0.5)
-    stream.tick(0.5)
-    assert stream.sent(0.5) == ["a"]
-    stream.replies("a", now=0.6)
-    assert stream.sent(0.6) == ["b", 0]
-    stream.replies("b", 0, now=0.7)
-    assert stream.sent(0.7) == [1, 2, 3, 4]
-    assert set(stream.outcomes) == {"a", "b", 0}
-
-
-def test_a_server_that_refuses_whoever_asks_is_asked_half_as_often_each_time() -> None:
-    window = Window(9)
-    asked = 0.0
-    for pause in (1.0, 2.0, 4.0, 8.0):
-        window.refused(refusal(1.0), 0, 0.01, asked)
-        assert window.asks == asked + pause
-        asked = window.asks
-        window.asked(asked)
-
-
-def test_a_server_that_tells_no_delay_is_not_asked_at_once() -> None:
-    window = Window(3)
-    window.refused(refusal(0.0), 4, 0.0, 0.0)
-    window.answered(1, 2, 1.0, taken=True)
-    assert window.asks == 1.0 + LEAST_PAUSE
-
-
-def test_one_that_never_has_room_is_given_up_after_so_many_retries() -> None:
-    stream = Stream()
-    stream.add("a")
-    stream.sent()
-    now, times = 0.0, [0.0]
-    stream.replies("a", error=full("requests", 0.5))
-    stream.add("held", now=0.1)
-    while not stream.outcomes:
-        now = stream.multiplexer.wakeup
-        assert now < inf
-        stream.tick(now)
-        for name in stream.sent(now):
-            times.append(now)
-            stream.replies(name, now=now, error=full("requests", 0.5))
-    assert times == [0.0, 0.5, 1.5, 3.5]
-    assert all(isinstance(error, OverloadedError) for error in stream.outcomes.values())
-    assert set(stream.outcomes) == {"a", "held"}
-    stream.add("late", now=now + 0.1)
-    stream.tick(now + 0.1)
-    assert "was not asked again" in str(stream.outcomes["late"])
-    stream.add("later", now=now + 5.0)
-    assert stream.sent(now + 5.0) == ["later"]
 
 
 def test_a_call_that_cannot_be_answered_in_its_time_is_told_at_once(stream: Stream) -> None:
@@ -250,23 +143,6 @@ def test_time_in_which_nothing_waits_says_nothing_of_the_server(stream: Stream) 
     assert not any(isinstance(outcome, OverloadedError) for outcome in stream.outcomes.values())
 
 
-def test_another_is_sent_where_what_the_server_has_takes_long() -> None:
-    stream = Stream()
-    stream.add("long", "refused")
-    stream.sent()
-    stream.replies("refused", error=full("queue_time", 0.2))
-    stream.add("short", now=0.1)
-    assert stream.sent(0.1) == []
-    assert stream.multiplexer.wakeup == pytest.approx(0.2)
-    stream.tick(0.2)
-    assert stream.sent(0.2) == ["refused"]
-    stream.replies("refused", now=0.2, error=full("queue_time", 0.2))
-    stream.tick(0.61)
-    assert stream.sent(0.61) == ["refused"]
-    stream.replies("refused", now=0.62)
-    assert stream.sent(0.62) == ["short"]
-
-
 @pytest.mark.parametrize("bound", ["bytes", "flops"])
 def test_one_that_is_too_large_now_keeps_no_other_waiting(bound: str) -> None:
     stream = Stream()
@@ -277,39 +153,6 @@ def test_one_that_is_too_large_now_keeps_no_other_waiting(bound: str) -> None:
         stream.add(name, now=0.1)
         assert stream.sent(0.1) == [name]
         stream.replies(name, now=0.1)
-
-
-def test_another_server_is_asked_before_a_call_is_told() -> None:
-    """Once: what comes from another server that had no room is told."""
-    stream = Stream(RetryPolicy(retries=1, random=lambda: 0.0))
-    stream.add("a")
-    stream.sent()
-    stream.replies("a", error=full("requests", 0.5))
-    stream.add("held", now=0.1)
-    stream.multiplexer.tick(0.5)
-    stream.sent(0.5)
-    stream.replies("a", now=0.5, error=full("requests", 0.5))
-    assert stream.multiplexer.tick(0.5, others=True) == []
-    leaving = stream.multiplexer.take_leaving()
-    assert {each.owner for each in leaving} == {"a", "held"}
-    assert {each.avoid for each in leaving} == {"here"}
-    there: Multiplexer[Any] = Alone(EAGER, replica_of("there"))
-    there._waiting._window = stream.multiplexer._waiting._window  # which has been given up
-    for each in leaving:
-        there.add(each, 0.5)
-    assert {call.owner for call, _ in there.tick(0.5, others=True)} == {"a", "held"}
-
-
-def test_a_probe_that_fails_by_itself_ends_no_other_call() -> None:
-    stream = Stream(RetryPolicy(retries=1, random=lambda: 0.0))
-    stream.add("a", "b")
-    stream.sent()
-    stream.replies("a", "b", error=full("requests", 0.5))
-    stream.tick(0.5)
-    stream.sent(0.5)
-    stream.replies("a", now=0.5, error=status(grpc.StatusCode.INVALID_ARGUMENT))
-    stream.tick(0.5)
-    assert set(stream.outcomes) == {"a"}
 
 
 def test_many_that_are_given_up_while_they_wait_cost_little(stream: Stream) -> None:
