@@ -14,6 +14,7 @@ from grpc import aio
 
 from attnserve_server.errors import InvalidRequest, Overloaded
 from attnserve_server.no_room import too_many_unsent
+from attnserve_server.rpc.equal_timeouts import EqualTimeouts
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 
 CROWDED_S: Final = 0.5
@@ -36,7 +37,8 @@ class MessagesDue:
         unhurried: OpenRpcs | None = None,
     ) -> None:
         self._waiting = OpenRpcs(most_of_one, most_of_all, too_many_unsent)
-        self._max_time = max_time
+        self._timeouts = EqualTimeouts(max_time)
+        self._crowded = EqualTimeouts(CROWDED_S)
         self._unhurried = unhurried
 
     async def message(self, context: aio.ServicerContext[bytes, bytes], share: Hashable | None) -> bytes:
@@ -45,28 +47,30 @@ class MessagesDue:
         Raises InvalidRequest if none comes, and Overloaded if too many calls wait for theirs. What has come of a
         message that is late is let go with its call.
         """
-        with self._waiting.one_more(share):
+        self._waiting.begin(share)
+        try:
             if self._unhurried is None:
-                return await _message(context, self._max_time)
+                return await _message(context, self._timeouts)
             try:
                 self._unhurried.begin(share)
             except Overloaded as crowded:
-                return await _message(context, CROWDED_S, crowded)
+                return await _message(context, self._crowded, crowded)
             try:
-                return await _message(context, self._max_time)
+                return await _message(context, self._timeouts)
             finally:
                 self._unhurried.end(share)
+        finally:
+            self._waiting.end(share)
 
 
 async def _message(
-    context: aio.ServicerContext[bytes, bytes], max_time: float | None, late: Overloaded | None = None
+    context: aio.ServicerContext[bytes, bytes], timeouts: EqualTimeouts, late: Overloaded | None = None
 ) -> bytes:
-    """The message, within so many seconds. Raises InvalidRequest, or `late` if it takes longer."""
+    """The message, in time. Raises InvalidRequest, or `late` if it takes longer."""
     try:
-        async with asyncio.timeout(max_time):
-            message = await context.read()
+        message = await timeouts.of(context.read())
     except TimeoutError:
-        raise late or _missing(f"a message within {max_time:g} s") from None
+        raise late or _missing(f"a message within {timeouts.seconds:g} s") from None
     if isinstance(message, bytes):
         return message
     # It has ended, so it has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its task
