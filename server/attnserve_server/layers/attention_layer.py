@@ -10,15 +10,12 @@ from collections.abc import MutableMapping, Sequence
 import torch
 
 from attnserve_server.devices.compute import Compute
-from attnserve_server.layers import cost
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of, replies
-from attnserve_server.layers.checks import check_attention
 from attnserve_server.layers.direct import Direct, Plan
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.learned_score import LearnedScoreHead
 from attnserve_server.layers.multi_head import MultiHead
-from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.product import products_of
 from attnserve_server.layers.rows import Batch
 from attnserve_server.layers.specification import Attention, LayerSpecification, LearnedScore
@@ -46,14 +43,6 @@ class AttentionLayer:
         else:
             self._attention = LearnedScoreHead(architecture, parameters, products_of(compute))
             self._direct = None
-
-    def check(self, request: LayerInput) -> None:
-        """Raises InvalidRequest if a request does not fit the layer."""
-        check_attention(self._architecture, self._dtype, request)
-
-    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """The cost of a request in floating-point operations."""
-        return cost.flops(self._architecture, lengths, context_lengths)
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
         """How to compute requests where they were received; None if they cannot be."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from attnserve import _dtypes
 from attnserve_server.errors import InvalidRequest
+from attnserve_server.layers import cost
 from attnserve_server.layers.application import PER_SEQUENCE, Application, check_masks
 from attnserve_server.layers.checks import check_asked
 from attnserve_server.layers.direct import Plan
@@ -82,9 +83,9 @@ class Extents:
         if application.context_length is not None:
             _check_width("context", application, layer.context_width)
         lengths, context_lengths, offsets = _read_lengths(application, payloads)
-        flops = self._layer.flops(lengths, context_lengths, application.options)
-        cost = flops * self._weight
-        limits.check_flops(cost)
+        flops = cost.flops(specification.architecture, lengths, context_lengths)
+        weighted = flops * self._weight
+        limits.check_flops(weighted)
         if not application.resident:
             own_keys = specification.kind == "transformer"
             keys = lengths if context_lengths is None or own_keys else context_lengths
@@ -103,7 +104,7 @@ class Extents:
             longest_keys=longest_keys,
             query_tokens=sum(lengths),
             flops=flops,
-            cost=cost + CALL_COST * max(1, layer.blocks) * len(lengths),
+            cost=weighted + CALL_COST * max(1, layer.blocks) * len(lengths),
             reply_bytes=_reply_bytes(application, layer, longest_keys),
             plan=self._layer.plan(application, lengths),
         )

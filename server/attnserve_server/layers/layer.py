@@ -52,12 +52,6 @@ class Layer(Protocol):
 
     specification: LayerSpecification
 
-    def check(self, request: LayerInput) -> None:
-        """Raises InvalidRequest if a request does not fit the layer: `run` assumes that it does."""
-
-    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """The cost of a request in floating-point operations."""
-
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
         """How to compute requests whose sequences have these lengths where they were received; None if `run` computes
         them.

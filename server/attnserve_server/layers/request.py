@@ -23,6 +23,7 @@ from attnserve_server.devices.results import ReplyTensors, fetched
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels import excluded_score
 from attnserve_server.layers.application import Application, application_of
+from attnserve_server.layers.checks import check_contents
 from attnserve_server.layers.direct import Received, apply
 from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput, LayerOutput
@@ -213,7 +214,7 @@ def layer_request_of(
         received = Received(extent.plan, payloads, extent.flops)
         return LayerRequest(loaded, application, extent, size, received, None)
     given = read_input(loaded.specification, application, extent, payloads)
-    loaded.layer.check(given)
+    check_contents(loaded.specification.architecture, given)
     return LayerRequest(loaded, application, extent, size, None, given)
 
 

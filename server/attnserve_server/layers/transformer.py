@@ -11,17 +11,14 @@ from dataclasses import replace
 import torch
 
 from attnserve_server.devices.compute import Compute
-from attnserve_server.layers import cost
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.attend import attend_stacks, kinds_of
 from attnserve_server.layers.block import build_steps
-from attnserve_server.layers.checks import check_transformer
 from attnserve_server.layers.decoder import DecoderSteps
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.embedding import EmbeddingRows
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.norms import build_norm
-from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.passage import packed_passages, passages_of
 from attnserve_server.layers.product import is_native, products_of
 from attnserve_server.layers.resident import ResidentAttention, Residents
@@ -65,14 +62,6 @@ class TransformerLayer:
         self._multiple = multiple_of(
             self._parallel, widths.union(*(step.attention.elementwise for step in self._steps))
         )
-
-    def check(self, request: LayerInput) -> None:
-        """Raises InvalidRequest if a request does not fit the layer."""
-        check_transformer(self._architecture, self._dtype, request)
-
-    def flops(self, lengths: Sequence[int], context_lengths: Sequence[int] | None, options: LayerOptions) -> int:
-        """The cost of a request in floating-point operations."""
-        return cost.flops(self._architecture, lengths, context_lengths)
 
     @property
     def end_of_positions(self) -> int | None:
