@@ -19,12 +19,12 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
 from attnserve_server.requests.extent import CALL_COST, not_finite_cost, reply_bytes
 from attnserve_server.requests.limits import RequestLimits
-from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.options import read_offsets
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
 from attnserve_server.requests.request import MAX_KNOWN_HEADER, NOT_FINITE, Unfinished, request_of
-from attnserve_server.requests.tensors import check_broadcast, read_integers
+from attnserve_server.requests.tensors import check_masks, read_integers
 from attnserve_server.requests.work import BatchResult, Finish, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
@@ -169,20 +169,16 @@ class CachedRequest(CacheWork):
     def fit(self, longest: int) -> None:
         """Sets lengths and offsets. Raises InvalidRequest if those that are given, or masks, do not fit the caches."""
         problem = self.problem
-        for name in ("mask", "bias"):
-            if name in problem.tensors:
-                target = (problem.batch, problem.query_heads, problem.query_length, longest)
-                check_broadcast(name, problem.tensors[name], target, problem.rank)
+        check_masks(problem.tensors, (problem.batch, problem.query_heads, problem.query_length, longest), problem.rank)
         lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
         given = read_integers(problem.tensors.get("kv_lengths"), self.payloads)
         for index, length in enumerate(given or ()):
             if not 0 <= length <= lengths[index]:
                 raise InvalidRequest(f"kv_lengths[{index}]", f"from 0 to {lengths[index]}", length)
         self.kv_lengths = list(given) if given else lengths
-        offsets = read_integers(problem.tensors.get("query_offset"), self.payloads)
+        offsets = read_offsets(problem.tensors.get("query_offset"), self.payloads, problem.batch)
         if offsets is not None:
-            each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
-            self.offsets = each * problem.batch if len(each) == 1 else each
+            self.offsets = offsets
         elif problem.bottom_right:
             self.offsets = [length - problem.query_length for length in self.kv_lengths]
         else:

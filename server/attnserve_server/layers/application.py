@@ -21,10 +21,10 @@ from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.requests.tensors import (
     TensorSpec,
-    check_broadcast,
     check_rank,
     float_tensor,
     int_tensor,
+    masks_of,
     shown,
     tensor_at,
 )
@@ -130,15 +130,7 @@ def _application(message: pb.ApplyRequest, caches: int) -> Application:
         if not takes_ids:
             raise InvalidRequest("segments", "none, for only token ids have segments", "a tensor")
         tensors["segments"] = int_tensor(message, "segments", (spec.shape,))
-    if message.HasField("mask"):
-        tensors["mask"] = tensor_at(message, "mask")
-        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
-            raise InvalidRequest("mask.dtype", "bool (what is added is `bias`)", _dtypes.name(tensors["mask"].dtype))
-    if message.HasField("bias"):
-        tensors["bias"] = float_tensor(message, "bias")
-    for name in ("mask", "bias"):
-        if name in tensors and len(tensors[name].shape) > 4:
-            raise InvalidRequest(f"{name}.shape", "rank 4 at most", shown(tensors[name]))
+    tensors |= masks_of(message)
     options = LayerOptions(
         causal=message.causal if message.HasField("causal") else None,
         window=window_of(message) if message.HasField("window") else None,
@@ -182,11 +174,3 @@ def _context(
     elif packed:
         raise InvalidRequest("context_lengths", "the lengths of the packed context", "nothing")
     return spec.shape[1] if batched else spec.shape[0]
-
-
-def check_masks(application: Application, heads: int, longest: int, longest_context: int) -> None:
-    """Raises InvalidRequest unless mask and bias broadcast to [B, Hq, L, S]."""
-    for name in ("mask", "bias"):
-        if name in application.tensors:
-            target = (application.batch, heads, longest, longest_context)
-            check_broadcast(name, application.tensors[name], target, application.mask_axes)

@@ -32,7 +32,7 @@ from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
 from attnserve_server.requests.limits import RequestLimits
-from attnserve_server.requests.tensors import check_broadcast
+from attnserve_server.requests.tensors import check_masks
 from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class CachedLayerRequest(CacheWork):
             application, heads = self.applied.application, self.applied.loaded.outline.query_heads
             rows = application.length if application.batched else max(given.lengths, default=0)
             target = (application.batch, heads, rows, longest)
-            check_broadcast("mask", application.tensors["mask"], target, application.mask_axes)
+            check_masks(application.tensors, target, application.mask_axes)
         self.applied.input = replace(given, offsets=offsets)
 
     def run_batch(self, device: Device, batch: Sequence[CachedLayerRequest]) -> BatchResult:

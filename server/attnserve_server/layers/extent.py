@@ -13,16 +13,16 @@ from typing import Final
 from attnserve import _dtypes
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers import cost
-from attnserve_server.layers.application import PER_SEQUENCE, Application, check_masks
+from attnserve_server.layers.application import PER_SEQUENCE, Application
 from attnserve_server.layers.checks import check_asked
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline
 from attnserve_server.requests.extent import CALL_COST
 from attnserve_server.requests.limits import RequestLimits
-from attnserve_server.requests.options import check_offset
+from attnserve_server.requests.options import read_offsets
 from attnserve_server.requests.problem import ADDITIVE
-from attnserve_server.requests.tensors import read_integers
+from attnserve_server.requests.tensors import check_lengths, check_masks, read_integers
 
 MOST_KEPT: Final = 1024
 """How many applications of a layer are remembered."""
@@ -93,7 +93,8 @@ class Extents:
             most_keys = max(keys, default=0)
             if application.batched:
                 most_keys = application.length if own_keys else application.keys
-            check_masks(application, layer.query_heads, longest, most_keys)
+            target = (application.batch, layer.query_heads, longest, most_keys)
+            check_masks(application.tensors, target, application.mask_axes)
         longest_keys = application.keys
         if not application.batched:
             longest_keys = max(lengths if context_lengths is None else context_lengths, default=0)
@@ -128,25 +129,16 @@ def _read_lengths(
         given = read_integers(tensors.get(name), payloads)
         if given is None:
             return [rows] * (0 if application.empty else application.batch)
-        for index, length in enumerate(given):
-            if not 0 <= length <= rows:
-                raise InvalidRequest(f"{name}[{index}]", f"from 0 to {rows}", length)
-        if application.packed and sum(given) != rows:
-            raise InvalidRequest(name, f"a sum of {rows}, the total of the packed tensor", sum(given))
+        check_lengths(name, given, rows, application.packed)
         return list(given)
 
     context = application.context_length
     own = lengths("lengths", application.length)
     context_lengths = None if context is None else lengths("context_lengths", context)
-    offsets = read_integers(tensors.get("query_offset"), payloads)
-    each = None
-    if offsets is not None:
-        each = [check_offset(index, offset) for index, offset in enumerate(offsets)]
-        if len(each) == 1:
-            each *= len(own)
+    offsets = read_offsets(tensors.get("query_offset"), payloads, len(own))
     if application.empty:
         return [], None if context is None else [], None
-    return own, context_lengths, each
+    return own, context_lengths, offsets
 
 
 def _reply_bytes(application: Application, layer: Outline, longest_keys: int) -> int:

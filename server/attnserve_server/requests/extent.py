@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from attnserve import _dtypes
-from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem
-from attnserve_server.requests.tensors import check_broadcast, read_integers
+from attnserve_server.requests.tensors import check_lengths, check_masks, read_integers
 
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
@@ -76,9 +75,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
     if problem.packed:
         sequences = 1
         longest = max(query_lengths or (0,)), max(kv_lengths or (0,))
-        for name in ("mask", "bias"):
-            if name in problem.tensors:
-                check_broadcast(name, problem.tensors[name], (problem.batch, problem.query_heads, *longest))
+        check_masks(problem.tensors, (problem.batch, problem.query_heads, *longest))
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
     if problem.query_length and not problem.packed:
         limits.check_sequences("query.shape", problem.batch)
@@ -139,13 +136,8 @@ def _check_lengths(problem: Problem, query_lengths: tuple[int, ...] | None, kv_l
         ("query_lengths", query_lengths, problem.query_length),
         ("kv_lengths", kv_lengths, problem.kv_length),
     ):
-        if lengths is None:
-            continue
-        for index, length in enumerate(lengths):
-            if not 0 <= length <= total:
-                raise InvalidRequest(f"{name}[{index}]", f"from 0 to {total}", length)
-        if problem.packed and sum(lengths) != total:
-            raise InvalidRequest(name, f"a sum of {total}, the total of the packed tensor", sum(lengths))
+        if lengths is not None:
+            check_lengths(name, lengths, total, problem.packed)
 
 
 def _spans(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest
+from attnserve_server.requests.tensors import TensorSpec, read_integers
 
 MAX_POSITION = 1 << 40
 """Offsets beyond this are an error. No axis of a tensor comes close."""
@@ -57,6 +58,17 @@ def priority_of(message: Message) -> int:
     if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise InvalidRequest("priority", f"from {-MAX_PRIORITY} to {MAX_PRIORITY}", message.priority)
     return message.priority
+
+
+def read_offsets(spec: TensorSpec | None, payloads: Sequence[memoryview], sequences: int) -> list[int] | None:
+    """The position of each sequence's first query, one for all being given for each; None for no tensor. Raises
+    InvalidRequest for one that is out of range.
+    """
+    given = read_integers(spec, payloads)
+    if given is None:
+        return None
+    offsets = [check_offset(index, offset) for index, offset in enumerate(given)]
+    return offsets * sequences if len(offsets) == 1 else offsets
 
 
 def check_offset(index: int, offset: int) -> int:

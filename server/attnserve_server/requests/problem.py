@@ -18,18 +18,17 @@ from google.protobuf.message import DecodeError
 
 from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.requests.axes import Axes, KeyShape, axes_of, batch_of_packed, check_ranks, nothing_appended
 from attnserve_server.requests.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
 from attnserve_server.requests.tensors import (
     TensorSpec,
-    check_broadcast,
+    check_masks,
     float_tensor,
     int_tensor,
+    masks_of,
     parameter,
     shown,
-    tensor_at,
 )
 
 WRITTEN_OUT = 8
@@ -294,17 +293,8 @@ def _of_masks(message: pb.AttendRequest, axes: Axes, packed: bool, resident: Key
         raise InvalidRequest("query_lengths", "no value, for they belong to the packed layout", "a tensor")
     if message.HasField("query_offset"):
         tensors["query_offset"] = int_tensor(message, "query_offset", tuple(dict.fromkeys(((axes.batch,), (1,), ()))))
-    if message.HasField("mask"):
-        tensors["mask"] = tensor_at(message, "mask")
-        if tensors["mask"].dtype != tensor_pb2.DATA_TYPE_BOOL:
-            raise InvalidRequest(
-                "mask.dtype", "bool (what is added to the scores is `bias`)", _dtypes.name(tensors["mask"].dtype)
-            )
-    if message.HasField("bias"):
-        tensors["bias"] = float_tensor(message, "bias")
+    tensors |= masks_of(message)
     if not packed and resident is None:
         target = (axes.batch, axes.query_heads, axes.query_length, axes.kv_length)
-        for name in ("mask", "bias"):
-            if name in tensors:
-                check_broadcast(name, tensors[name], target, len(message.query.shape))
+        check_masks(tensors, target, len(message.query.shape))
     return tensors

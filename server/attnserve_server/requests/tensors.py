@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,14 +97,44 @@ def int_tensor(message: Message, path: str, shapes: tuple[tuple[int, ...], ...])
     return spec
 
 
-def check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int], axes: int = 4) -> None:
-    """Raises InvalidRequest unless a tensor broadcasts to [B, Hq, Lq, S] as NumPy does, aligned at the right. The error
-    shows only that many `axes`, the last ones: those that the request's own tensors have.
+def masks_of(message: Message) -> dict[str, TensorSpec]:
+    """The mask and the bias of a request, as far as it has them."""
+    given: Any = message
+    tensors = {}
+    if given.HasField("mask"):
+        mask = tensors["mask"] = tensor_at(message, "mask")
+        if mask.dtype != tensor_pb2.DATA_TYPE_BOOL:
+            expected = "bool (what is added to the scores is `bias`)"
+            raise InvalidRequest("mask.dtype", expected, _dtypes.name(mask.dtype))
+    if given.HasField("bias"):
+        tensors["bias"] = float_tensor(message, "bias")
+    return tensors
+
+
+def check_masks(tensors: Mapping[str, TensorSpec], target: tuple[int, int, int, int], axes: int = 4) -> None:
+    """Raises InvalidRequest unless mask and bias, as far as they are given, broadcast to [B, Hq, Lq, S] as NumPy does,
+    aligned at the right. The error shows only that many `axes`, the last ones: those that the request's own tensors
+    have.
     """
+    for name in ("mask", "bias"):
+        if name in tensors:
+            _check_broadcast(name, tensors[name], target, axes)
+
+
+def check_lengths(field: str, lengths: Sequence[int], most: int, packed: bool) -> None:
+    """Raises InvalidRequest unless each is a part of an axis of length `most`, and all together are the whole of a
+    packed one.
+    """
+    for index, length in enumerate(lengths):
+        if not 0 <= length <= most:
+            raise InvalidRequest(f"{field}[{index}]", f"from 0 to {most}", length)
+    if packed and sum(lengths) != most:
+        raise InvalidRequest(field, f"a sum of {most}, the total of the packed tensor", sum(lengths))
+
+
+def _check_broadcast(field: str, spec: TensorSpec, target: tuple[int, int, int, int], axes: int) -> None:
     shape = spec.shape
-    if len(shape) > 4 or any(
-        length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
-    ):
+    if any(length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)):
         expected = f"a shape that broadcasts to {list(target[-axes:])}"
         batch, _, _, keys = target
         if shape == (batch, keys) and axes == 4:
