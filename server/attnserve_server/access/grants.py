@@ -16,7 +16,6 @@ roles: to replace one, add the new one, hand it out, and remove the old. A name 
 from __future__ import annotations
 
 import hmac
-import logging
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +24,9 @@ from typing import Any, Final, get_args
 
 from attnserve_server.access.callers import MAX_NAME, Caller, Role
 from attnserve_server.access.tokens import digest, parse_hash
-from attnserve_server.access.watched import WatchedFiles
+from attnserve_server.access.watched import Watched
 from attnserve_server.exit_statuses import WRONG_SETTING
 from attnserve_server.start_errors import StartError
-
-logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S: Final = 1.0
 """The file is checked at most this often: a token that is removed works for that much longer."""
@@ -73,29 +70,16 @@ class GrantsFile:
         """Reads the file, which may list certificates only if callers are asked for them. Raises GrantsError."""
         self._path = path
         self._certificates = certificates
-        self._watched = WatchedFiles([path], LOOK_INTERVAL_S)
-        self._watched.changed()
-        self._grants = self._read()
-        self._failed = False
+        self._grants = Watched("the callers file", "the callers stay as they were", [path], self._read, LOOK_INTERVAL_S)
 
     @property
     def current(self) -> Grants:
         """The grants; another object once they have changed."""
-        if self._watched.changed():
-            self._failed = True
-            try:
-                self._grants = self._read()
-            except GrantsError as error:
-                logger.error("the callers file was not reloaded: the callers stay as they were", extra={"error": error})
-            else:
-                self._failed = False
-                logger.info("the callers file was reloaded")
-        return self._grants
+        return self._grants.current
 
     def reload_failed(self) -> bool:
         """Whether the file has changed and could not be read: then the grants are not what it says."""
-        _ = self.current  # looks at the file
-        return self._failed
+        return self._grants.reload_failed()
 
     def _read(self) -> Grants:
         try:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from attnserve_server.access.watched import WatchedFiles
+from attnserve_server.access.watched import Watched
 from attnserve_server.exit_statuses import WRONG_SETTING
 from attnserve_server.start_errors import StartError
 
@@ -51,20 +51,19 @@ class ServerTls:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         """Reads the files. With `client_ca`, callers need certificates from these authorities. Raises TlsError."""
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
-        self._watched = WatchedFiles([path for path in (certificate, key, client_ca) if path is not None])
-        self._watched.changed()
         self._lock = threading.Lock()  # gRPC asks from threads of its own
-        self._loaded = self._load()
-        self._failed = False
+        paths = [path for path in (certificate, key, client_ca) if path is not None]
+        self._loaded = Watched("the certificate", "the previous one stays in use", paths, self._load)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials for one address of the gRPC port."""
-        given = self._loaded
+        with self._lock:
+            given = self._loaded.current
 
         def fetch() -> Any:  # None means unchanged, which the stubs do not know
             nonlocal given
             with self._lock:
-                before, given = given, self._current()
+                before, given = given, self._loaded.current
                 return None if given is before else given.grpc
 
         return grpc.dynamic_ssl_server_credentials(given.grpc, fetch, self._client_ca is not None)
@@ -74,7 +73,7 @@ class ServerTls:
 
         def choose(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
             with self._lock:
-                connection.context = self._current().http
+                connection.context = self._loaded.current.http
 
         context = _context(self._certificate, self._key)
         context.sni_callback = choose  # it is called whether or not the peer names a server
@@ -83,26 +82,12 @@ class ServerTls:
     def expiry(self) -> float:
         """When the certificate expires, in seconds since 1970; NaN if that cannot be told."""
         with self._lock:
-            return self._current().expiry
+            return self._loaded.current.expiry
 
     def reload_failed(self) -> bool:
         """Whether the files have changed and could not be used: then those before are still in use."""
         with self._lock:
-            self._current()
-            return self._failed
-
-    def _current(self) -> _Loaded:
-        """What the files hold, or held when they were last valid."""
-        if self._watched.changed():
-            self._failed = True
-            try:
-                self._loaded = self._load()
-            except TlsError as error:
-                logger.error("the certificate was not reloaded: the previous one stays in use", extra={"error": error})
-            else:
-                self._failed = False
-                logger.info("the certificate was reloaded")
-        return self._loaded
+            return self._loaded.reload_failed()
 
     def _load(self) -> _Loaded:
         pair = _read("tls_key", self._key), _read("tls_certificate", self._certificate)
