@@ -194,7 +194,7 @@ def attention(evidence: Evidence, width: int | None = None, contexts: int | None
         outputs=(
             said("outputs") or known("outputs", width, evidence.length("output.weight", 0))
             if output
-            else _as_declared(evidence, "outputs", joined, "the values of the heads, as there is no output.weight")
+            else _outputs(evidence, joined, "the values of the heads, as there is no output.weight")
         ),
         heads=heads,
         kv_heads=kv_heads,
@@ -214,10 +214,10 @@ def attention(evidence: Evidence, width: int | None = None, contexts: int | None
     )
 
 
-def _as_declared(evidence: Evidence, key: str, length: int, what: str) -> int:
-    """A length that follows from others. Raises UndeterminedError if another is declared."""
-    if (declared := evidence.get(key, length)) != length:
-        raise UndeterminedError(key, f"{length}, {what}", declared)
+def _outputs(evidence: Evidence, length: int, what: str) -> int:
+    """The width of the outputs where it follows from others. Raises UndeterminedError if another is declared."""
+    if (declared := evidence.get("outputs", length)) != length:
+        raise UndeterminedError("outputs", f"{length}, {what}", declared)
     return length
 
 
@@ -258,7 +258,7 @@ def learned_score(kind: Literal["additive", "general"], evidence: Evidence) -> L
         outputs=(
             said("outputs") or known("outputs", length("value.weight", 0))
             if value
-            else _as_declared(evidence, "outputs", contexts, "the width of the context, as there is no value.weight")
+            else _outputs(evidence, contexts, "the width of the context, as there is no value.weight")
         ),
         units=0 if kind == "general" else said("units") or known("units", length(query, 0), length(key, 0)),
         bias="bias" in names,

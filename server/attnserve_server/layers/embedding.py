@@ -16,19 +16,17 @@ from attnserve_server.layers.specification import Embedding
 class EmbeddingRows:
     """An embedding with its tables: sums and norm are computed in at least float32, and rounded once."""
 
-    def __init__(
-        self, specification: Embedding, parameters: Mapping[str, torch.Tensor], prefix: str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, specification: Embedding, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._specification = specification
         self._dtype = dtype
         self._wide = accumulation_dtype(dtype)
-        self._token = parameters.get(f"{prefix}token.weight")
-        self._position = parameters.get(f"{prefix}position.weight")
-        self._segment = parameters.get(f"{prefix}segment.weight")
+        self._token = parameters.get("embedding.token.weight")
+        self._position = parameters.get("embedding.position.weight")
+        self._segment = parameters.get("embedding.segment.weight")
         self.takes_positions = self._position is not None or specification.sinusoidal
         self.takes_segments = self._segment is not None
         norm = specification.norm
-        self._norm = None if norm is None else build_norm(norm, parameters, f"{prefix}norm.")
+        self._norm = None if norm is None else build_norm(norm, parameters, "embedding.norm.")
 
     def __call__(self, inputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """Ids [n] or activations [n, width] to activations [n, width]. `others` are positions [n] and segments [n],

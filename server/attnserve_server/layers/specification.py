@@ -217,11 +217,11 @@ class Embedding:
         """One beyond the last position that has an embedding; None if every position has one."""
         return self.positions - self.position_offset if self.positions else None
 
-    def shapes(self, prefix: str = "embedding.") -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' names and shapes."""
         tables = {"token": self.vocabulary, "position": self.positions, "segment": self.segments}
-        shapes = {f"{prefix}{name}.weight": (rows, self.width) for name, rows in tables.items() if rows}
-        return shapes | (self.norm.shapes(prefix + "norm.") if self.norm is not None else {})
+        shapes = {f"embedding.{name}.weight": (rows, self.width) for name, rows in tables.items() if rows}
+        return shapes | (self.norm.shapes("embedding.norm.") if self.norm is not None else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

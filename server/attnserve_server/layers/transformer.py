@@ -42,7 +42,7 @@ class TransformerLayer:
         self._dtype = getattr(torch, specification.dtype)
         self._embedding = None
         if architecture.embedding is not None:
-            self._embedding = EmbeddingRows(architecture.embedding, parameters, "embedding.", self._dtype)
+            self._embedding = EmbeddingRows(architecture.embedding, parameters, self._dtype)
         self._steps = [
             step
             for number in range(architecture.blocks)

@@ -15,6 +15,7 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -30,19 +31,6 @@ from attnserve_server.start_errors import ListenError
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _PATIENCE_S: Final = 5.0
 _TEXT: Final = "text/plain; charset=utf-8"
-_REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
-
 logger = logging.getLogger(__name__)
 
 
@@ -158,7 +146,7 @@ class HttpServer:
         else:
             method, answer = self._answer(head.decode("latin-1"))
         fields = [
-            f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(answer.body)}",
             "Connection: close",

@@ -148,16 +148,15 @@ class Throttle(logging.Filter):
     `refusals`, which has a rule of its own.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
         self._limits: dict[tuple[str, int], RateLimit] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written. If so, it gets `left_out`, how many before it were not, if any."""
         if record.levelno < logging.WARNING or record.name == "attnserve_server.observability.refusals":
             return True
-        now, place = self._clock(), (record.pathname, record.lineno)
+        now, place = monotonic(), (record.pathname, record.lineno)
         if (limit := self._limits.get(place)) is None:  # places are lines of code, and few
             limit = self._limits[place] = RateLimit(LINES_PER_SECOND, BURST, now)
         if not limit.take(now):

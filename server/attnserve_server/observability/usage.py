@@ -35,8 +35,7 @@ class Usage:
 class UsageByCaller:
     """The usage of every caller, by name, in the order in which they came."""
 
-    def __init__(self, max_callers: int = MAX_CALLERS) -> None:
-        self._max_callers = max_callers
+    def __init__(self) -> None:
         self._by_name = {ANONYMOUS: Usage()}
 
     def of(self, name: str | None) -> Usage:
@@ -44,7 +43,7 @@ class UsageByCaller:
         name = ANONYMOUS if name is None else name
         usage = self._by_name.get(name)
         if usage is None:
-            if len(self._by_name) > self._max_callers:
+            if len(self._by_name) > MAX_CALLERS:
                 name = OTHER
             usage = self._by_name.setdefault(name, Usage())
         return usage
