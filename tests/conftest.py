@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -147,13 +148,20 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     lines.put(None)
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that tests share; it must outlive them all and exit cleanly."""
-    server = Server(PATIENT, tmp_path_factory.mktemp("server") / "stderr")
+@contextmanager
+def served(flags: Sequence[str], directory: Path) -> Iterator[Server]:
+    """A server that must outlive the tests that it is for, and exit cleanly; its standard error goes to a directory."""
+    server = Server(flags, directory / "stderr")
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"
     assert server.stop() == 0, server.stderr()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that tests share; it must outlive them all and exit cleanly."""
+    with served(PATIENT, tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -199,19 +207,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def paged_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests of caches share. A page has 32 tokens of 2 heads, 8 wide, in float32."""
     flags = ("--device", "cpu", "--cache-bytes", "64MiB", "--cache-page-bytes", "4KiB")
-    server = Server(flags, tmp_path_factory.mktemp("paged-server") / "stderr")
-    yield server
-    assert server.stop() == 0, server.stderr()
+    with served(flags, tmp_path_factory.mktemp("paged-server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def layer_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that tests of layers share: it has loaded those of `models`."""
     flags = ("--layers", str(models.directory / "layers.toml"), *PATIENT)
-    server = Server(flags, tmp_path_factory.mktemp("layer-server") / "stderr")
-    yield server
-    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
-    assert server.stop() == 0, server.stderr()
+    with served(flags, tmp_path_factory.mktemp("layer-server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from loopback import loopback
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
 from attnserve._servers import replicas
-from attnserve._settings.credentials import LOOK_INTERVAL_S
+from attnserve._settings import credentials
 from attnserve_server.access.tls import ServerTls, TlsError
 from attnserve_server.access.tokens import digest, format_hash, new_token
 from attnserve_server.settings.units import Address
@@ -295,6 +295,7 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
     closed, whether or not the client calls again.
     """
     monkeypatch.setattr(replicas, "FORGET_AFTER", 0.2)
+    monkeypatch.setattr(credentials, "LOOK_INTERVAL_S", 0.0)
     files, successor = authority.issue("files", common_name="old"), authority.issue("successor", common_name="new")
     tls = TLS(authority.ca, files.certificate, files.key)
     with Client(mutual.address, tls=tls, transport=transport, retries=0) as client:
@@ -302,7 +303,6 @@ def test_a_client_shows_its_new_certificate_without_being_made_anew(
         client.create_cache(2, 8)
         key = files.key.read_bytes()
         files.key.write_bytes(successor.key.read_bytes())  # its certificate is not there yet
-        time.sleep(LOOK_INTERVAL_S)
         attend(client)
         assert client.caches.list()
         files.key.write_bytes(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Models, Server
+from conftest import Models, Server, served
 from decoders import MISTRAL, write_mistral
 from occupied import PATIENT
 
@@ -41,10 +41,8 @@ def cached_server(
         "16777216",
         *PATIENT,
     )
-    server = Server(flags, tmp_path_factory.mktemp("cached-server") / "stderr")
-    yield server
-    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
-    assert server.stop() == 0, server.stderr()
+    with served(flags, tmp_path_factory.mktemp("cached-server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -303,7 +303,7 @@ def test_a_peer_without_caches() -> None:
         assert client.attend(QUERY, QUERY, QUERY).cache_lengths == ()
 
 
-def test_the_command_lists_caches(address: str, keeper: Keeper, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_caches(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["caches", address]) == 0
     assert capsys.readouterr().out == "no caches are open; 1,000 of 1,048,576 bytes are free\n"
     with Client(address) as client:

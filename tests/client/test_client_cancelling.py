@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from askers import array
 from calls import PATIENCE_S
-from conftest import Models, Server
+from conftest import Server
 from peers import peer, replies
 
 from attnserve import AsyncClient, AttentionResult, CacheInfo, Client, ClientClosedError
@@ -193,7 +193,7 @@ def test_appends(paged_server: Server, turns: Turns, runner: asyncio.Runner) -> 
 
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])
-def test_calls(layer_server: Server, models: Models, turns: Turns, runner: asyncio.Runner, transport: Any) -> None:
+def test_calls(layer_server: Server, turns: Turns, runner: asyncio.Runner, transport: Any) -> None:
     layer, width = _a_layer(layer_server)
 
     async def run() -> None:

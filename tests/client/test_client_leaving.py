@@ -229,3 +229,5 @@ def test_callbacks_that_fail_do_no_harm(caplog: pytest.LogCaptureFixture) -> Non
         future.add_done_callback(fail)
         assert future.result().output[0, 0] == 1
         assert client.attend(array(2), array(2), array(2)).output[0, 0] == 2
+    (logged,) = [record.exc_info for record in caplog.records if record.exc_info]
+    assert str(logged[1]) == "a callback of the caller"

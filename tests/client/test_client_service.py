@@ -268,7 +268,7 @@ def test_tensors_on_a_cuda_device_come_back_there(client: Client, dtype: Any) ->
     torch.testing.assert_close(result.output.cpu(), on_cpu.output)
 
 
-def test_server_info(client: Client, server: Any) -> None:
+def test_server_info(client: Client) -> None:
     info = client.server_info()
     assert isinstance(info, ServerInfo)
     assert info.device

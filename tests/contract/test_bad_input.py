@@ -247,7 +247,7 @@ def test_what_is_beside_the_contents_of_tensors_is_bounded(channel: grpc.Channel
     assert ask(channel, ATTEND, sound(ATTEND, "dot", caches)) is not None
 
 
-def test_what_is_claimed_costs_nothing(channel: grpc.Channel, layer_server: Server, caches: Caches) -> None:
+def test_what_is_claimed_costs_nothing(channel: grpc.Channel, layer_server: Server) -> None:
     """Shapes that claim absurdly many bytes, without the payload: no memory is allocated for them."""
 
     def resident() -> int:

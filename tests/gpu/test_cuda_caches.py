@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case, Plan
-from conftest import Server
+from conftest import served
 
 from attnserve import Client
 from attnserve_server.caches.attend import attend_tensors
@@ -134,11 +134,8 @@ def test_by_default_half_of_what_is_free_is_taken_at_the_start() -> None:
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a server on that device."""
     flags = ("--device", DEVICE, "--cache-bytes", "256MiB", "--max-batch-requests", "1024")
-    server = Server(flags, tmp_path_factory.mktemp("cuda-caches") / "stderr")
-    with Client(server.address) as client:
+    with served(flags, tmp_path_factory.mktemp("cuda-caches")) as server, Client(server.address) as client:
         yield client
-    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
-    assert server.stop() == 0, server.stderr()
 
 
 PLAN = Plan(batch=1, key_heads=4, group=2, head_dim=64, key_dim=64, value_dim=64, causal="bottom_right")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from applied import CONTEXT_LENGTHS, FLOAT32, LENGTHS, assert_near, contexts, packed, references, sequences, typed
 from checkpoints import CHECKPOINTS
-from conftest import Models, Server
+from conftest import Models, served
 from occupied import PATIENT
 from torch.nn.utils.rnn import pad_sequence
 
@@ -31,11 +31,8 @@ DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f
 def client(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a server on that device that has loaded all of them."""
     flags = ("--device", DEVICE, "--layers", str(models.directory / "layers.toml"), "--cache-bytes", "64MiB", *PATIENT)
-    server = Server(flags, tmp_path_factory.mktemp("cuda-layers") / "stderr")
-    with Client(server.address) as client:
+    with served(flags, tmp_path_factory.mktemp("cuda-layers")) as server, Client(server.address) as client:
         yield client
-    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
-    assert server.stop() == 0, server.stderr()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import strategies
 import torch
 from bits import bits
 from cases import DTYPES, Case, Plan
-from conftest import Server
+from conftest import Server, served
 from features import FEATURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,10 +39,8 @@ FEW = settings(max_examples=max(30, settings().max_examples // 2))
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server on the first such device, with very large batch limits."""
     flags = ("--device", DEVICE, "--max-batch-requests", "1024", "--max-batch-flops", "1e12")
-    server = Server(flags, tmp_path_factory.mktemp("cuda-server") / "stderr")
-    yield server
-    assert server.process.poll() is None, f"the server died\n{server.stderr()}"
-    assert server.stop() == 0, server.stderr()
+    with served(flags, tmp_path_factory.mktemp("cuda-server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

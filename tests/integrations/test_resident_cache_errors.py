@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,7 +210,7 @@ def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
         assert_same(locally(llama, ids), llama(ids, **{CACHE: cache}).logits)
 
 
-def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel) -> None:
     """There is room for three caches: what was made until there was none is gone again."""
     server = start_server("--max-caches", "3")
     with Client(server.address, retries=0) as client, ResidentCache(client, llama.config) as cache:

@@ -198,14 +198,14 @@ def test_query_offsets(layer_client: Client, models: Models, name: str, causal: 
     answer(layer_client, models, name, asked)
 
 
-def test_one_offset_for_all(layer_client: Client, models: Models) -> None:
+def test_one_offset_for_all(layer_client: Client) -> None:
     arguments = _without_layer(question("rotary", offsets=[3, 3, 3]).ask("rotary", "padded"))
     expected = layer_client.apply("rotary", **arguments)
     for one in (3, [3], np.array(3)):
         assert_same_results(layer_client.apply("rotary", **arguments | {"query_offset": one}), expected)
 
 
-def test_decoding_token_by_token_over_a_context(layer_client: Client, models: Models) -> None:
+def test_decoding_token_by_token_over_a_context(layer_client: Client) -> None:
     """A token's row, computed alone at its position over all tokens, is that of the whole sequence."""
     rng = np.random.default_rng(8)
     x = rng.standard_normal((6, 24))

@@ -338,7 +338,7 @@ def test_unloading_gives_the_memory_back(start_server: Callable[..., Server], tm
         unload()
 
 
-def test_loads_one_after_the_other(changing: tuple[Server, Client], directory: Path) -> None:
+def test_loads_one_after_the_other(changing: tuple[Server, Client]) -> None:
     """Concurrent loads run one after the other: the final state comes from one of them, whole."""
     _, client = changing
     with ThreadPoolExecutor(8) as callers:

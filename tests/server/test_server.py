@@ -150,6 +150,7 @@ async def test_calls_that_have_arrived_as_a_server_stops_are_refused_and_not_can
         await server.stop()
         codes = await asyncio.to_thread(lambda: {call.code() for call in asked})
     assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
+    assert server.engine.refused_at > 0, "none has arrived in time"
 
 
 @pytest.mark.parametrize(("quiet_s", "most_s"), [(1.0, calls.PATIENCE_S), (calls.PATIENCE_S, 0.1)])
