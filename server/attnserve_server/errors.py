@@ -94,8 +94,8 @@ class RequestError(Exception):
 
 
 class InvalidRequest(RequestError):
-    """A request that breaks the contract: which field, what was expected there and what was found; if it is larger than
-    a limit of the server, the limit's name.
+    """A request that breaks the contract: which field ("" for the request as a whole), what was expected there and what
+    was found; if it is larger than a limit of the server, the limit's name.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -105,12 +105,14 @@ class InvalidRequest(RequestError):
     ) -> None:
         named = f"{expected} ({limit})" if limit else expected
         self.description = shortened(f"expected {named}, found {found}")
-        metadata = {"field": field, "limit": limit} if limit else {"field": field}
+        metadata = {name: value for name, value in (("field", field), ("limit", limit)) if value}
         super().__init__(f"{field}: {self.description}" if field else self.description, reason, **metadata)
         self.field = field
 
     def details(self) -> list[Message]:
-        """ErrorInfo, and BadRequest with the path of the field."""
+        """ErrorInfo, and BadRequest with the path of the field, if it is one that is at fault."""
+        if not self.field:
+            return super().details()
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=self.field, description=self.description, reason=self.reason
         )
@@ -237,7 +239,8 @@ class DeadlineUnreachable(RequestError):
 
     def __init__(self, needed: float, left: float) -> None:
         super().__init__(
-            f"at the measured rate the reply takes {needed:.3f} s, and {left:.3f} s are left", "DEADLINE_UNREACHABLE"
+            f"at the measured rate the reply takes {needed:.3g} s, and {max(0.0, left):.3g} s are left",
+            "DEADLINE_UNREACHABLE",
         )
 
     @property

@@ -29,9 +29,9 @@ class CacheServiceStub(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
-    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
-    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
-    metadata (`free_bytes`).
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
+    If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
     """
 
     def __init__(self, channel):
@@ -81,9 +81,9 @@ class CacheServiceServicer(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
-    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
-    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
-    metadata (`free_bytes`).
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
+    If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
     """
 
     def Create(self, request, context):
@@ -134,8 +134,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes caches; memory that no other cache shares is freed at once, or after the operations on them that came before.
-        Names of no cache are ignored.
+        """Deletes caches; memory that no other cache shares is freed at once, or after the operations on them that came
+        before. Names of no cache are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,9 +191,9 @@ class CacheService(object):
     """Holds caches. AttentionService.Attend and Apply attend to them.
 
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
-    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND. If
-    there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and the number of free bytes in the ErrorInfo's
-    metadata (`free_bytes`).
+    device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
+    If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
     """
 
     @staticmethod

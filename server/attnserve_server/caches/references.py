@@ -63,7 +63,7 @@ def _apart(message_type: MessageType, header: bytes, limits: RequestLimits) -> t
     for number, wire_type, start, _, end in _fields.fields(header, 0, len(header)):
         is_reference = number == message_type.CACHES_FIELD_NUMBER and wire_type == _fields.LENGTH_DELIMITED
         (found if is_reference else rest).append(header[start:end])
-        limits.check_sequences("caches", len(found))
+        limits.check_sequences("caches", len(found), or_more=True)
     references = tuple(
         Reference(
             each.name,

@@ -32,6 +32,8 @@ from attnserve_server.requests.tensors import (
 PER_SEQUENCE: Final = ("lengths", "context_lengths", "query_offset")
 """The tensors with a value for each sequence."""
 
+_GO_ON: Final = "positions go on from what the caches have"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Application:
@@ -121,10 +123,12 @@ def _application(message: pb.ApplyRequest, caches: int) -> Application:
         tensors["lengths"] = int_tensor(message, "lengths", ((batch,),))
     if caches and caches != batch:
         raise InvalidRequest("caches", f"{batch} caches, one for each sequence", caches)
+    if caches and message.alignment == pb.ALIGNMENT_TOP_LEFT:
+        raise InvalidRequest("alignment", f"none or bottom right, for {_GO_ON}", "top left")
     context_length = _context(message, tensors, batched, packed, batch)
     if message.HasField("query_offset"):
         if caches:
-            raise InvalidRequest("query_offset", "none, for positions go on from what the caches have", "a tensor")
+            raise InvalidRequest("query_offset", f"none, for {_GO_ON}", "a tensor")
         tensors["query_offset"] = int_tensor(message, "query_offset", ((batch,), (1,), ()))
     if message.HasField("segments"):
         if not takes_ids:

@@ -210,8 +210,6 @@ def _read(
             raise InvalidRequest(f"caches[{index}].layer", "0, for each block has a layer of its own", reference.layer)
         _check_shape(index, cache, architecture)
     application, extent = applied.application, applied.extent
-    if application.options.bottom_right:
-        raise InvalidRequest("alignment", "none, for positions go on from what the caches have", "bottom right")
     uses = [
         Use(
             cache,

@@ -110,8 +110,14 @@ def _check(table: Mapping[str, Any]) -> Iterator[Wrong]:
         for key in ("name", "file", "prefix"):
             if _PLACE in str(table.get(key, "")):
                 yield Wrong(key, f"numbers, for {_PLACE} to stand for", "none")
-    if isinstance(table.get("numbers"), list | str | int) and not _numbers(table["numbers"]):
-        yield Wrong("numbers", KEYS["multi_head"]["numbers"].expected, repr(table["numbers"])[:100])
+    elif isinstance(declared := table["numbers"], list | str | int) and not isinstance(declared, bool):
+        numbers, named = _numbers(declared), table.get("name")
+        if not numbers:
+            yield Wrong("numbers", KEYS["multi_head"]["numbers"].expected, repr(declared)[:100])
+        elif len(set(map(str, numbers))) < len(numbers):
+            yield Wrong("numbers", "each number once", repr(declared)[:100])
+        elif len(numbers) > 1 and isinstance(named, str) and _PLACE not in named:
+            yield Wrong("name", f"{_PLACE} in it, for there are several numbers", repr(named)[:100])
 
 
 def _leaves(table: Mapping[str, Any], scope: str = "") -> Iterator[tuple[str, Any]]:

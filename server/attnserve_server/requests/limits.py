@@ -53,11 +53,11 @@ class RequestLimits:
                 expected = f"at most {self.max_elements} elements"
                 raise InvalidRequest(f"{path}.shape", expected, elements, LIMIT_EXCEEDED, limit="max_elements")
 
-    def check_sequences(self, field: str, sequences: int) -> None:
-        """Raises InvalidRequest if there are too many sequences."""
+    def check_sequences(self, field: str, sequences: int, *, or_more: bool = False) -> None:
+        """Raises InvalidRequest if there are too many sequences; `or_more`, if they have not all been counted."""
         if sequences > self.max_sequences:
-            expected = f"at most {self.max_sequences} sequences"
-            raise InvalidRequest(field, expected, sequences, LIMIT_EXCEEDED, limit="max_sequences")
+            expected, found = f"at most {self.max_sequences} sequences", "more" if or_more else sequences
+            raise InvalidRequest(field, expected, found, LIMIT_EXCEEDED, limit="max_sequences")
 
     def check_flops(self, flops: int) -> None:
         """Raises InvalidRequest if a request costs too much, in operations of plain attention."""

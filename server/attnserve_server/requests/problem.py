@@ -270,7 +270,9 @@ def _score_parameters(message: pb.AttendRequest, axes: Axes) -> dict[str, Tensor
     elif message.HasField("additive"):
         query_weight = float_tensor(message, "additive.query_weight")
         if len(query_weight.shape) != 2 or query_weight.shape[0] < 1:
-            raise InvalidRequest("additive.query_weight.shape", f"[U, {axes.head_dim}]", shown(query_weight))
+            raise InvalidRequest(
+                "additive.query_weight.shape", f"[U, {axes.head_dim}], U being 1 or more", shown(query_weight)
+            )
         units = query_weight.shape[0]
         tensors["additive.query_weight"] = parameter(message, "additive.query_weight", (units, axes.head_dim))
         tensors["additive.key_weight"] = parameter(message, "additive.key_weight", (units, axes.key_dim))

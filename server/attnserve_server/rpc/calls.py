@@ -39,6 +39,7 @@ LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
 _CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
 _ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
 _TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
+_REPLY_ID_TAG: Final = _fields.varint(pb.AttendStreamReply.ID_FIELD_NUMBER << 3)
 _OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
 
 
@@ -190,7 +191,7 @@ def _id_of(fields: Sequence[bytes]) -> int:
 
 def stream_reply(call_id: int, field: int, pieces: list[_fields.Buffer], size: int) -> tuple[list[_fields.Buffer], int]:
     """The pieces of one reply on a stream, as a field of `AttendStreamResponse`, and their total length."""
-    envelope = b"\x08" + _fields.varint(call_id) if call_id else b""
+    envelope = _REPLY_ID_TAG + _fields.varint(call_id) if call_id else b""
     envelope += _fields.field_prefix(field, size)
     prefix = _fields.field_prefix(pb.AttendStreamResponse.REPLIES_FIELD_NUMBER, len(envelope) + size) + envelope
     return [prefix, *pieces], len(prefix) + size

@@ -41,7 +41,8 @@ class Delivery:
             return
         flops = sum(entry.request.flops for entry in entries)
         tokens = sum(entry.request.query_tokens for entry in entries)
-        self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
+        if entries[0].request.computes:  # the same for all: they are of one group
+            self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
         if (layer := entries[0].request.layer) is not None:
             self._metrics.layer_batch(layer, len(entries), tokens, flops)
         for entry, result in zip(entries, outcome.results, strict=True):
