@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from google.rpc.status_pb2 import Status
 
-from attnserve._errors import AttnServeError, ClientClosedError, UnavailableError, unreadable
+from attnserve._errors import ClientClosedError, UnavailableError, unreadable
 from attnserve._memory import joined
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
@@ -33,6 +33,7 @@ from attnserve._transports.connection import Others
 from attnserve._transports.ending import Ending
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.outcome import outcome_of
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -80,16 +81,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if self.done():
             return
-        error: Exception | None = None
-        if isinstance(outcome, Exception):
-            error = outcome
-        else:
-            try:
-                result = self._finish(outcome)
-            except Exception as raised:  # any error (also: out of device memory) is for the caller to see
-                error = raised
-        if isinstance(error, AttnServeError):
-            error = error.with_traceback(None)  # a cycle: its frames hold the future
+        result, error = outcome_of(self._finish, outcome)
         if self.span is not None and not self.done():
             self.span.end(error)
         try:

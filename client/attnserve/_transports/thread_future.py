@@ -15,10 +15,10 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
-from attnserve._errors import AttnServeError
 from attnserve._tracing import CallSpan
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import LockHeld
+from attnserve._transports.outcome import outcome_of
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -157,16 +157,7 @@ class CallFuture(Future[T], Generic[R, T]):
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         if not self.set_running_or_notify_cancel():
             return
-        error: Exception | None = None
-        if isinstance(outcome, Exception):
-            error = outcome
-        else:
-            try:
-                result = self._finish(outcome)
-            except Exception as raised:  # any error (also: out of device memory) is for the caller to see
-                error = raised
-        if isinstance(error, AttnServeError):
-            error = error.with_traceback(None)  # a cycle: its frames hold the future
+        result, error = outcome_of(self._finish, outcome)
         if self.span is not None:
             self.span.end(error)
         try:
