@@ -106,7 +106,7 @@ class AsyncClient:
         if caches is None:
             arguments.check_no_layer(cache_layer)
             return self._calls.send(encode_attend(query, key, value, default_timeout=timeout, **options))
-        return self._calls.perform(
+        return self._calls.carry_out(
             plans.attend(self._calls.turns, caches, cache_layer, query, key, value, timeout, options)
         )
 
@@ -146,7 +146,7 @@ class AsyncClient:
         chosen = plans.one_or_many(cache, caches)
         if chosen is None:
             return self._calls.send(encode_apply(layer, input, default_timeout=timeout, **options))
-        return self._calls.perform(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
+        return self._calls.carry_out(plans.apply(self._calls.turns, chosen, layer, input, timeout, options))
 
     @property
     def layers(self) -> AsyncLayers:

@@ -207,7 +207,7 @@ class Calls:
         if not told.cancelled():
             told.exception()  # or asyncio would log that it was never retrieved
 
-    def perform(self, plan: Plan[T]) -> asyncio.Future[T]:
+    def carry_out(self, plan: Plan[T]) -> asyncio.Future[T]:
         """Begins an operation on caches."""
         self._process.enter()
         future: CallFuture[T, T] = self._future(lambda result: result)

@@ -164,7 +164,7 @@ class AsyncCache(Handle):
         timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
-        return await self._calls.perform(
+        return await self._calls.carry_out(
             plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout))
         )
 
@@ -181,7 +181,7 @@ class AsyncCache(Handle):
         """Attends to one layer, after appending key and value to it if they are given, in one call."""
         arguments.check_options("attend", options, AttendOptions, "key", "value", "layer", hints=arguments.OF_A_CACHE)
         timeout = self._client._settings.timeout
-        return await self._calls.perform(
+        return await self._calls.carry_out(
             plans.attend(self._calls.turns, self, layer, query, key, value, timeout, options, "layer")
         )
 
@@ -193,14 +193,14 @@ class AsyncCache(Handle):
         rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
             making.at(self._state.home)
-            info = await self._calls.perform(plans.fork(self._state, rpc, seconds))
+            info = await self._calls.carry_out(plans.fork(self._state, rpc, seconds))
             cache = AsyncCache(self._client, info, self._state.home)
             making.done()
         return cache
 
     async def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as `Cache.truncate` does."""
-        await self._calls.perform(plans.truncate(self._state, length, self._calls.seconds(timeout)))
+        await self._calls.carry_out(plans.truncate(self._state, length, self._calls.seconds(timeout)))
 
     async def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
@@ -208,11 +208,11 @@ class AsyncCache(Handle):
 
     async def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
-        return await self._calls.perform(plans.refresh(self._state, self._calls.seconds(timeout)))
+        return await self._calls.carry_out(plans.refresh(self._state, self._calls.seconds(timeout)))
 
     async def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        await self._calls.perform(plans.delete(self._state, self._calls.seconds(timeout)))
+        await self._calls.carry_out(plans.delete(self._state, self._calls.seconds(timeout)))
 
     async def __aenter__(self) -> Self:
         return self
