@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from attnserve._caching.plans import Plan, Request
 from attnserve._caching.transaction import Transaction
 from attnserve._caching.turns import Turns
-from attnserve._errors import (
-    ClientClosedError,
-    DeadlineExceededError,
-    PermissionDeniedError,
-    UnavailableError,
-)
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._process import Process
 from attnserve._requests.call import EncodedCall
 from attnserve._rpc import Rpc
@@ -29,10 +24,9 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Others, Route, to_anyhow
-from attnserve._transports.in_flight import Call
+from attnserve._transports.connection import Route, others_of, to_anyhow
 from attnserve._transports.task_connection import Connection
-from attnserve._transports.tasks import CallFuture, StreamFuture, later
+from attnserve._transports.tasks import CallFuture, later
 from attnserve._transports.unary_tasks import UnaryTransport
 
 if TYPE_CHECKING:
@@ -227,22 +221,10 @@ class Calls:
 
     def _connect(self, replica: Replica) -> Connection:
         """A connection, which belongs to the running loop."""
-        try:
-            self._settings.check_secrecy(replica.address)
-        except ValueError as error:  # the address came from the server itself
-            raise PermissionDeniedError(str(error)) from None
+        self._settings.check_learned(replica.address)
         self._loop = asyncio.get_running_loop()
-        return Connection(self._settings, self._identity.credentials, self._bearer, replica, self._others)
-
-    def _others(self, connection: Connection) -> Others:
-        servers = self.servers
-        return Others(partial(servers.others, connection), partial(servers.excess, connection), self._move)
-
-    def _move(self, call: Call[StreamFuture]) -> None:
-        try:
-            self.servers.connection(avoid=call.avoid).stream().adopt(call)
-        except Exception as error:  # any error: nothing else would tell the caller
-            call.owner.settle(error)
+        others = partial(others_of, self.servers)
+        return Connection(self._settings, self._identity.credentials, self._bearer, replica, others)
 
     def _dispose(self, connection: Connection) -> None:
         closing = asyncio.get_running_loop().create_task(connection.close())

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from attnserve._caching.plans import Plan, Request
 from attnserve._caching.transaction import Transaction, perform
 from attnserve._caching.turns import Turns
-from attnserve._errors import (
-    ClientClosedError,
-    DeadlineExceededError,
-    PermissionDeniedError,
-    UnavailableError,
-    no_reply,
-)
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError, no_reply
 from attnserve._process import Process
 from attnserve._requests.call import EncodedCall
 from attnserve._rpc import Rpc
@@ -41,12 +35,10 @@ from attnserve._settings.config import (
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Others, Route, to_anyhow
-from attnserve._transports.in_flight import Call
+from attnserve._transports.connection import Route, others_of, to_anyhow
 from attnserve._transports.locks import LockHeld
 from attnserve._transports.thread_connection import Connection
 from attnserve._transports.thread_future import CallFuture, later
-from attnserve._transports.threads import StreamFuture
 from attnserve._transports.unary_threads import UnaryTransport
 
 if TYPE_CHECKING:
@@ -224,20 +216,8 @@ def _servers(settings: Settings, process: Process, identity: Identity, bearer: B
     """The servers of a client; they must not keep the client alive."""
 
     def connect(replica: Replica) -> Connection:
-        try:
-            settings.check_secrecy(replica.address)
-        except ValueError as error:  # the address came from the server itself
-            raise PermissionDeniedError(str(error)) from None
-        return Connection(settings, identity.credentials, bearer, replica, others)
-
-    def others(connection: Connection) -> Others:
-        return Others(partial(servers.others, connection), partial(servers.excess, connection), move)
-
-    def move(call: Call[StreamFuture]) -> None:
-        try:
-            servers.connection(avoid=call.avoid).stream().adopt(call)
-        except Exception as error:  # any error: nothing else would tell the caller
-            call.owner.settle(error)
+        settings.check_learned(replica.address)
+        return Connection(settings, identity.credentials, bearer, replica, partial(others_of, servers))
 
     outdated = None if settings.tls is None else identity.changed
     servers: Servers[Connection] = Servers(

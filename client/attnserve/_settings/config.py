@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from attnserve._errors import InvalidRequestError
+from attnserve._errors import InvalidRequestError, PermissionDeniedError
 from attnserve._numbers import real, shown, whole
 from attnserve._settings.credentials import TLS, Token, is_local
 from attnserve._settings.retry import RetryPolicy
@@ -127,6 +127,15 @@ class Settings:
             raise ValueError(
                 f"token: {address} would get it unencrypted; expected tls=TLS(...), or Token(..., plaintext=True)"
             )
+
+    def check_learned(self, address: str) -> None:
+        """PermissionDeniedError if the token would be sent unencrypted to an address that was looked up, or that a
+        server has told.
+        """
+        try:
+            self.check_secrecy(address)
+        except ValueError as error:
+            raise PermissionDeniedError(str(error)) from None
 
     def channel_options(self, address: str) -> list[tuple[str, Any]]:
         """The options of a channel to an address: the SDK's own, overridden by the caller's."""

@@ -16,6 +16,7 @@ import grpc
 
 from attnserve._errors import ClientClosedError
 from attnserve._servers.replicas import Replica
+from attnserve._servers.servers import Servers
 from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
@@ -157,3 +158,15 @@ class BaseConnection(ABC, Generic[S]):
         """Moves the unsent calls of its streams to other servers."""
         for stream in self._streams:
             stream.leave()
+
+
+def others_of(servers: Servers[B], connection: B) -> Others:
+    """The other servers of a client, for one of its connections. What it returns must not keep the client alive."""
+
+    def move(call: Call[Any]) -> None:
+        try:
+            servers.connection(avoid=call.avoid).stream().adopt(call)
+        except Exception as error:  # any error: nothing else would tell the caller
+            call.owner.settle(error)
+
+    return Others(partial(servers.others, connection), partial(servers.excess, connection), move)
