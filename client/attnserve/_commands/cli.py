@@ -25,7 +25,9 @@ from attnserve._commands.connection_flags import (
     ASK_FOR_NAME,
     NOT_TLS,
     UNKNOWN_AUTHORITY,
+    UsageError,
     add_flags,
+    set_up,
     tls_named,
     tls_of,
     token_of,
@@ -68,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
+    except UsageError as error:
+        print(f"attnserve: {error}", file=sys.stderr)
+        return 2
     except OSError as error:  # of standard output: whatever else can fail has errors of its own
         if not isinstance(error, BrokenPipeError):  # where the reader has enough, as `head` does
             print(f"attnserve: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
@@ -89,13 +94,8 @@ def _be_able_to_print() -> None:
 def _ask(parsed: argparse.Namespace) -> int:
     """Asks the service, and prints the answer."""
     try:
-        client = _client(parsed, options=parsed.options)
-    except ValueError as error:
-        print(f"attnserve: {error}", file=sys.stderr)
-        return 2
-    try:
-        with client:
-            answer, text = parsed.ask(client, parsed.timeout)
+        with set_up(Client, parsed, options=parsed.options) as client:
+            answer, text = parsed.ask(client, parsed)
     except AttnServeError as error:
         _complain(parsed, error)
         return 1
@@ -142,17 +142,8 @@ def _was_reached(error: UnavailableError) -> bool:
     return looked_up and not error.details and not any(said in str(error) for said in _NO_CONNECTION)
 
 
-def _client(parsed: argparse.Namespace, **arguments: Any) -> Client:
-    """A client set up by the command line and the environment. ValueError if they are invalid."""
-    tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
-    return Client(parsed.address, tls=tls, token=token, **arguments)
-
-
 def _measure(parsed: argparse.Namespace) -> int:
     """Measures the service, and prints the results."""
-    parsed.ask = lambda client, timeout: _bench.run(
-        client, parsed.loads, parsed.seconds, parsed.rounds, parsed.open, timeout
-    )
     try:
         return _ask(parsed)
     except _bench.WrongAnswerError as error:
@@ -185,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
     _bench.add_flags(bench, _seconds)
-    bench.set_defaults(run=_measure, options=())
+    bench.set_defaults(run=_measure, ask=_loads, options=())
     top = commands.add_parser(
         "top",
         help="show a server's load and latency, live",
@@ -233,12 +224,7 @@ def _seconds(text: str) -> float:
 def _health(parsed: argparse.Namespace) -> int:
     """Asks whether the server is healthy."""
     try:
-        client = _client(parsed, retries=0, options=(ANYHOW,))
-    except ValueError as error:
-        print(f"attnserve: {error}", file=sys.stderr)
-        return 2
-    try:
-        with client:
+        with set_up(Client, parsed, retries=0, options=(ANYHOW,)) as client:
             if parsed.wait is not None:
                 client.wait_until_ready(timeout=parsed.wait)
             ask = client.is_alive if parsed.live else client.is_ready
@@ -261,19 +247,23 @@ def _top(parsed: argparse.Namespace) -> int:
     return top.run(parsed)
 
 
-def _info(client: Client, timeout: float) -> tuple[Any, str]:
-    info = client.server_info(timeout=timeout)
+def _info(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
+    info = client.server_info(timeout=parsed.timeout)
     return dataclasses.asdict(info), _text(info)
 
 
-def _layers(client: Client, timeout: float) -> tuple[Any, str]:
-    layers = client.layers.list(timeout=timeout)
+def _layers(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
+    layers = client.layers.list(timeout=parsed.timeout)
     return [dataclasses.asdict(layer) for layer in layers], _layer_table(layers)
 
 
-def _caches(client: Client, timeout: float) -> tuple[Any, str]:
-    pool = client.caches.pool(timeout=timeout)
+def _caches(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
+    pool = client.caches.pool(timeout=parsed.timeout)
     return dataclasses.asdict(pool), _pool_text(pool)
+
+
+def _loads(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
+    return _bench.run(client, parsed.loads, parsed.seconds, parsed.rounds, parsed.open, parsed.timeout)
 
 
 def _text(info: ServerInfo) -> str:
@@ -295,8 +285,7 @@ def _text(info: ServerInfo) -> str:
         *((f"kernel {kernel.name}", kernel.description) for kernel in info.kernels),
         *((f"--{each.name.replace('_', '-')}", f"{_setting_value(each)} ({each.source})") for each in info.settings),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+    return table(rows, words=2)
 
 
 def _setting_value(setting: Setting) -> str:

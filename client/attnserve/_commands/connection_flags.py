@@ -1,16 +1,19 @@
 """The flags and environment variables that tell a command how to connect.
 
-In: an argument parser, the parsed arguments, the environment. Out: the `tls` and `token` of a client. A flag overrides
+In: an argument parser, the parsed arguments, the environment. Out: a client, or its `tls` and `token`. A flag overrides
 its variable. There is no flag for the token itself: all users of a machine can see each other's command lines.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import Final, TypedDict
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypedDict, TypeVar
 
 from attnserve._settings.credentials import TLS, Token
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
 NOT_TLS: Final = "WRONG_VERSION_NUMBER"
@@ -20,6 +23,10 @@ UNKNOWN_AUTHORITY: Final = "CERTIFICATE_VERIFY_FAILED"
 ASK_FOR_CA: Final = "; its certificate is of an authority that is not known here, or has expired: --ca FILE"
 ASK_FOR_NAME: Final = "; its certificate has another name: --server-name says which one to accept"
 """The hints where a server's certificate is not accepted."""
+
+
+class UsageError(ValueError):
+    """The command line, or the environment, is invalid."""
 
 
 class Flag(TypedDict):
@@ -64,6 +71,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, flag in FLAGS.items():
         group.add_argument(name, metavar=flag["metavar"], type=_not_empty, help=f"{flag['help']} [{flag['variable']}]")
     group.add_argument("--plaintext-token", action="store_true", help="send the token even without TLS")
+
+
+def set_up(make: Callable[..., T], parsed: argparse.Namespace, **arguments: Any) -> T:
+    """What `make` makes, such as a client, of the address, and of what the command line and the environment say on TLS
+    and tokens. UsageError if they are invalid.
+    """
+    try:
+        tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
+        return make(parsed.address, tls=tls, token=token, **arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def tls_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> TLS | None:

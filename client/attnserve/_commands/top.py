@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from attnserve._commands.connection_flags import tls_of, token_of
+from attnserve._commands.connection_flags import UsageError, set_up
 from attnserve._commands.endpoint import Endpoint
 from attnserve._commands.reading import Reading
 from attnserve._commands.top_figures import Figures, figures, without_nan
@@ -30,17 +29,8 @@ _HISTORY: Final = 40
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs the parsed command, and returns its exit status."""
-    try:
-        endpoint = Endpoint(
-            parsed.address,
-            tls=tls_of(parsed, os.environ),
-            token=token_of(parsed, os.environ),
-            timeout=parsed.timeout,
-        )
-    except ValueError as error:
-        print(f"attnserve: {error}", file=sys.stderr)
-        return 2
+    """Runs the parsed command, and returns its exit status. UsageError if it is invalid."""
+    endpoint = set_up(Endpoint, parsed, timeout=parsed.timeout)
     if parsed.once or parsed.json:
         return _once(parsed, endpoint)
     try:
@@ -67,8 +57,7 @@ def _once(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
 def _live(parsed: argparse.Namespace, endpoint: Endpoint) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
-        print("attnserve: top: not a terminal; in scripts, use --once or --json", file=sys.stderr)
-        return 2
+        raise UsageError("top: not a terminal; in scripts, use --once or --json")
     # An end by SIGTERM, too, must give the terminal back as it was.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     before: Reading | None = None
