@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from attnserve import _fields
 from attnserve._requests.operation import Operation
 from attnserve.v1 import attention_pb2 as pb
 from benchmarks.meters import Refused
 
+_ID: Final = _fields.field_tag(pb.AttendStreamCall.ID_FIELD_NUMBER, _fields.VARINT)
+
 
 def call(operation: Operation, call_id: int, request: bytes) -> list[_fields.Buffer]:
     """The pieces of one call, as a field of AttendStreamRequest."""
-    envelope = b"\x08" + _fields.varint(call_id) + _fields.field_prefix(operation.number, len(request))
+    envelope = _ID + _fields.varint(call_id) + _fields.field_prefix(operation.number, len(request))
     prefix = _fields.field_prefix(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, len(envelope) + len(request))
     return [prefix + envelope, request]
 

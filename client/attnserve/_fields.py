@@ -14,6 +14,8 @@ from google.protobuf.message import DecodeError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 F = TypeVar("F", bound=Callable[..., Any])
 
+VARINT: Final = 0
+"""The wire type of integers, bools and enums."""
 LENGTH_DELIMITED: Final = 2
 """The wire type of strings, bytes and messages."""
 GROUP: Final = 3
@@ -45,6 +47,11 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def field_tag(number: int, wire_type: int) -> bytes:
+    """The tag before the content of a field."""
+    return varint(number << 3 | wire_type)
 
 
 def read_varint(buffer: Buffer, at: int) -> tuple[int, int]:
@@ -130,4 +137,4 @@ def _skip_group(buffer: Buffer, at: int, end: int, number: int, depth: int = 0) 
 @cached(4096)
 def field_prefix(number: int, length: int) -> bytes:
     """The tag and length before the content of a length-delimited field."""
-    return varint(number << 3 | LENGTH_DELIMITED) + varint(length)
+    return field_tag(number, LENGTH_DELIMITED) + varint(length)

@@ -35,6 +35,7 @@ from attnserve._fields import (
     ManyFieldsError,
     cached,
     field_prefix,
+    field_tag,
     fields,
     read_varint,
     varint,
@@ -65,7 +66,7 @@ def _schema_of(descriptor: Descriptor, known: dict[str, _Schema | None]) -> _Sch
     schema = _Schema()
     known[descriptor.full_name] = None  # no message type of ours contains itself
     for field in descriptor.fields:
-        tag = varint(field.number << 3 | LENGTH_DELIMITED)
+        tag = field_tag(field.number, LENGTH_DELIMITED)
         if field.containing_type is tensor_pb2.Tensor.DESCRIPTOR and field.name == "data":
             schema.fields[field.number] = tag, None
         elif field.type == FieldDescriptor.TYPE_MESSAGE:

@@ -9,14 +9,18 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, Final
 
-from attnserve._fields import field_prefix, varint
-from attnserve._transports.in_flight import Call
+from google.protobuf.duration_pb2 import Duration
 
-# The fields of AttendStreamRequest and AttendStreamCall.
-_CANCEL: Final = 1
-_CALLS: Final = 2
-_ID: Final = varint(1 << 3)
-_TIMEOUT: Final = 2
+from attnserve._fields import VARINT, field_prefix, field_tag, varint
+from attnserve._transports.in_flight import Call
+from attnserve.v1 import attention_pb2 as pb
+
+_CANCEL: Final = pb.AttendStreamRequest.CANCEL_FIELD_NUMBER
+_CALLS: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER
+_TIMEOUT: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER
+_ID: Final = field_tag(pb.AttendStreamCall.ID_FIELD_NUMBER, VARINT)
+_SECONDS: Final = field_tag(Duration.SECONDS_FIELD_NUMBER, VARINT)
+_NANOS: Final = field_tag(Duration.NANOS_FIELD_NUMBER, VARINT)
 
 
 def prefix(call: Call[Any], now: float) -> bytes:
@@ -40,4 +44,4 @@ def cancellation(ids: Iterable[int]) -> bytes:
 def _duration(seconds: float) -> bytes:
     """A serialised `google.protobuf.Duration`; `seconds` is more than 0."""
     whole, nanoseconds = divmod(int(seconds * 1e9) or 1, 1_000_000_000)
-    return (b"\x08" + varint(whole) if whole else b"") + (b"\x10" + varint(nanoseconds) if nanoseconds else b"")
+    return (_SECONDS + varint(whole) if whole else b"") + (_NANOS + varint(nanoseconds) if nanoseconds else b"")
