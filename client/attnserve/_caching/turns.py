@@ -71,8 +71,6 @@ class CacheLine:
 class Turn(ABC):
     """The place of an operation in the lines of its caches."""
 
-    __slots__ = ("alone", "called", "deadline", "left", "lines")
-
     def __init__(self, lines: Sequence[CacheLine], alone: bool, deadline: float) -> None:
         self.lines: Final = lines
         """The lines of its caches, each once."""
