@@ -87,8 +87,8 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             + "".join(f", {_bytes(size)} {state}" for state, size in device.memory.items()),
         ),
         ("phases", ", ".join(f"{name} {_seconds(mean)}" for name, mean in figures.phases.items())),
-        ("refused", _by_name(figures.rejected, "/s")),
-        ("cancelled", _by_name(figures.cancelled, "/s")),
+        ("refused", _by_name(figures.rejected)),
+        ("cancelled", _by_name(figures.cancelled)),
         ("callers", _by_part(figures.callers)),
         (
             "caches",
@@ -101,7 +101,7 @@ def _summary(figures: Figures, history: Sequence[float]) -> Table:
             f"{_rate(caches.forks)} forks/s, {_rate(sum(caches.evictions.values()))} evicted/s",
         ),
         ("layers", _by_part(figures.layers)),
-        ("kernels", _by_name(batches.kernel_calls, "/s")),
+        ("kernels", _by_name(batches.kernel_calls)),
     ):
         if text:
             table.add_row(name, Text(text))
@@ -123,9 +123,9 @@ def _operations(figures: Figures) -> Table:
     return table
 
 
-def _by_name(rates: Rates, unit: str) -> str:
-    """The largest, by name, with their rates."""
-    return _listed([f"{name} {_rate(rate)}{unit}" for name, rate in rates.items()])
+def _by_name(rates: Rates) -> str:
+    """The largest, by name, with their rates per second."""
+    return _listed([f"{name} {_rate(rate)}/s" for name, rate in rates.items()])
 
 
 def _by_part(rates: Rates) -> str:
