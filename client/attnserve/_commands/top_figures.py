@@ -17,7 +17,7 @@ _REQUESTS = "attnserve_requests_total"
 _DURATION = "attnserve_request_duration_seconds"
 _PHASES = "attnserve_request_phase_duration_seconds"
 
-QUEUE: Final = 16
+FEWEST_IN_QUEUE: Final = 16
 """Fewer requests may wait however long they take: the bound on time is for queues."""
 
 Rates: TypeAlias = dict[str, float]
@@ -62,7 +62,7 @@ class Load:
         parts = {
             bound: self.in_flight.get(bound, 0.0) / limit
             for bound, limit in self.limits.items()
-            if bound != "seconds" or self.queue_requests >= QUEUE
+            if bound != "seconds" or self.queue_requests >= FEWEST_IN_QUEUE
         }
         return max(parts.items(), key=lambda item: item[1], default=("", math.nan))
 
