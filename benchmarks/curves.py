@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
-from benchmarks.measure import SERVICE, Way, check, closed, servers
+from benchmarks.measure import NO_COMPUTE, SERVICE, Way, check, closed, servers
 from benchmarks.peers.peer import Peer
 from benchmarks.plain import Array
 from benchmarks.results import IN_FLIGHT, Curve, Point
@@ -23,7 +23,6 @@ from benchmarks.servers import Running
 from benchmarks.workload import HEAD_DIM, HEADS, Workload
 from benchmarks.workloads import BRAIN, WORKLOADS
 
-TRANSPORT: Final = "transport, stream"
 MANY: Final = 64
 """With more requests in flight than this, measurements take longer."""
 
@@ -157,7 +156,7 @@ def curves(
         pool = max(workload.cache_bytes for workload in points(asking))
         compared = () if tuned is None else peers
         with servers(points(asking)[0], compared, server_flags, progress, pool, tuned) as (_, ways):
-            chosen = {SERVICE: ways[SERVICE], TRANSPORT: Way(echo, ways[SERVICE].load, values=False)}
+            chosen = {SERVICE: ways[SERVICE], NO_COMPUTE: Way(echo, ways[SERVICE].load, values=False)}
             chosen |= {name: way for name, way in ways.items() if way.peer is not None and "stream" not in name}
             for kind in asking:
                 found[kind.name] = _curve(loop, kind, chosen, seconds, progress)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from benchmarks.measure import IN_PROCESS, SERVICE
+from benchmarks.measure import IN_PROCESS, NO_COMPUTE, SERVICE
 from benchmarks.results import Curve, WorkloadResult, by_concurrency
 from benchmarks.waiting import Waiting
-
-TRANSPORT: Final = "transport, stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,21 @@ def _of_peer(result: WorkloadResult) -> float | None:
 
 
 def _of_transport(result: WorkloadResult) -> float | None:
-    return result.ratio(SERVICE, TRANSPORT)
+    return result.ratio(SERVICE, NO_COMPUTE)
 
 
 def _latency_of_peer(result: WorkloadResult) -> float | None:
-    return _over(result.median(SERVICE, "p50_us"), min(_of_peers(result, "p50_us"), default=None))
+    peers = [value for way in result.peer_ways() if (value := result.median(way, "p50_us")) is not None]
+    return _over(result.median(SERVICE, "p50_us"), min(peers, default=None))
 
 
 def _latency_of_transport(result: WorkloadResult) -> float | None:
-    return _over(result.median(SERVICE, "p50_us"), result.median(TRANSPORT, "p50_us"))
+    return _over(result.median(SERVICE, "p50_us"), result.median(NO_COMPUTE, "p50_us"))
 
 
 def _cpu(result: WorkloadResult) -> float | None:
     """The server's CPU time over the sum of torch's in process and that of a server that computes nothing."""
-    compute, transport = result.median(IN_PROCESS, "client_cpu_us"), result.median(TRANSPORT, "server_cpu_us")
+    compute, transport = result.median(IN_PROCESS, "client_cpu_us"), result.median(NO_COMPUTE, "server_cpu_us")
     if compute is None or transport is None:
         return None
     return _over(result.median(SERVICE, "server_cpu_us"), compute + transport)
@@ -86,11 +85,6 @@ def _tail_at_the_peers_load(result: WorkloadResult) -> float | None:
         if way == SERVICE != of and own is not None and peers is not None:
             return _over(own.median, peers.median)
     return None
-
-
-def _of_peers(result: WorkloadResult, figure: str) -> list[float]:
-    values = (result.median(way, figure) for way in result.peer_ways())
-    return [value for value in values if value is not None]
 
 
 def _over(value: float | None, other: float | None) -> float | None:

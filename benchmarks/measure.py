@@ -33,10 +33,12 @@ RoundFigures = dict[str, float | None]
 """`FIGURES` by name; None for those that do not exist."""
 
 IN_PROCESS: Final = "torch in process"
-TRANSPORT: Final = ("stream", "unary")
+TRANSPORT_LOADS: Final = ("stream", "unary")
 """The loads that transport alone is measured with."""
 SERVICE: Final = "attnserve, stream"
 """The way of calling the service that is compared with others: encoded messages on one stream."""
+NO_COMPUTE: Final = "transport, stream"
+"""The same to a server that computes nothing."""
 
 ATTEMPTS: Final = 3
 """The maximum number of times that a measurement is made, while other processes take too much of the machine."""
@@ -158,12 +160,12 @@ def serving(peer: Peer, workload: Workload, settings: Mapping[str, int], directo
 
 
 def _transport(echo: Running) -> dict[str, Way]:
-    return {f"transport, {name}": Way(echo, LOADS[name], values=False) for name in TRANSPORT}
+    return {f"transport, {name}": Way(echo, LOADS[name], values=False) for name in TRANSPORT_LOADS}
 
 
 def baseline(way: str) -> str:
     """The transport-only way that a way is compared with."""
-    return "transport, unary" if way.endswith("unary") else "transport, stream"
+    return "transport, unary" if way.endswith("unary") else NO_COMPUTE
 
 
 def check(

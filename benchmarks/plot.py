@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import matplotlib as mpl
 
-from benchmarks.goals import TRANSPORT
-from benchmarks.measure import IN_PROCESS, SERVICE
+from benchmarks.measure import IN_PROCESS, NO_COMPUTE, SERVICE
 from benchmarks.results import Curve, Result, WorkloadResult, by_concurrency
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _bars(axes: Axes, results: Sequence[WorkloadResult]) -> None:
 
 
 def _curve(axes: Axes, curve: Curve) -> None:
-    for way in sorted(curve.ways, key=(TRANSPORT, SERVICE).__contains__):
+    for way in sorted(curve.ways, key=(NO_COMPUTE, SERVICE).__contains__):
         points, name = curve.ways[way], server(way)
         axes.plot(
             [point.value for point in points],

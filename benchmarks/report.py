@@ -17,8 +17,8 @@ from rich.table import Table
 from benchmarks import speeds, table
 from benchmarks.__main__ import DEFAULT_JSON
 from benchmarks.document import with_text
-from benchmarks.goals import TRANSPORT, goals
-from benchmarks.measure import IN_PROCESS, SERVICE
+from benchmarks.goals import goals
+from benchmarks.measure import IN_PROCESS, NO_COMPUTE, SERVICE
 from benchmarks.plot import plot
 from benchmarks.results import NOISY, Result, WorkloadResult, by_concurrency
 
@@ -118,7 +118,7 @@ def _summary(result: Result) -> str:
             (
                 each.name,
                 f"{_median(each, IN_PROCESS, 'requests_per_second'):,.0f}/s",
-                f"{_median(each, TRANSPORT, 'requests_per_second'):,.0f}/s",
+                f"{_median(each, NO_COMPUTE, 'requests_per_second'):,.0f}/s",
                 "" if peer is None else f"{_median(each, peer, 'requests_per_second'):,.0f}/s",
                 f"{_median(each, SERVICE, 'requests_per_second'):,.0f}/s{mark}",
                 "" if peer is None else f"{each.ratio(SERVICE, peer):.2f}",
@@ -146,7 +146,7 @@ def _steps(result: Result) -> list[str]:
     for each in result.workloads:
         if each.in_flight > 1 or not each.name.startswith(("D", "C", "G")):
             continue
-        compute, transport, step = (_median(each, way, "p50_us") for way in (IN_PROCESS, TRANSPORT, SERVICE))
+        compute, transport, step = (_median(each, way, "p50_us") for way in (IN_PROCESS, NO_COMPUTE, SERVICE))
         lines.append(
             f"- {each.name}, p50: {compute:,.0f} µs torch in process + {transport:,.0f} µs no compute = "
             f"{compute + transport:,.0f} µs; the service {step:,.0f} µs, {step / (compute + transport):.2f} times that."

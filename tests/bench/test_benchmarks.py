@@ -28,7 +28,7 @@ from benchmarks.measure import (
     IN_PROCESS,
     SERVICE,
     SHARES,
-    TRANSPORT,
+    TRANSPORT_LOADS,
 )
 from benchmarks.report import (
     BEGIN,
@@ -49,7 +49,7 @@ from benchmarks.workloads import WORKLOADS
 ROOT = Path(__file__).parents[2]
 WAYS = [
     IN_PROCESS,
-    *(f"transport, {name}" for name in TRANSPORT),
+    *(f"transport, {name}" for name in TRANSPORT_LOADS),
     *(f"attnserve, {name}" for name in ("stream", "unary", "async SDK", "sync SDK")),
 ]
 MEASURED = ["S1", "D", "X"]
