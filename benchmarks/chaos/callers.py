@@ -45,6 +45,16 @@ class Tally:
         """A question that has not been asked before."""
         return Question.numbered(next(self._numbers))
 
+    def ask(self, client: Client, question: Question) -> None:
+        """Asks a question, and counts what comes of it."""
+        begin = perf_counter()
+        try:
+            result = client.attend(question.query, question.key, question.value, causal=question.causal)
+        except AttnServeError as error:
+            self.take(question, error, begin)
+        else:
+            self.take(question, result.output, begin)
+
     def take(self, question: Question, outcome: Array | Exception, begin: float) -> None:
         """Counts what came of a question that was asked at `begin`."""
         verdict = None if isinstance(outcome, Exception) else question.judge(outcome)
@@ -87,19 +97,13 @@ def running(threads: Sequence[threading.Thread], stop: threading.Event) -> Itera
 
 
 @contextmanager
-def in_threads(client: Client, callers: int, tally: Tally, pause: float = PAUSE_S) -> Iterator[None]:
-    """So many callers of a client, each a thread, while the block runs; they rest `pause` seconds between questions."""
+def in_threads(client: Client, callers: int, tally: Tally) -> Iterator[None]:
+    """So many callers of a client, each a thread, while the block runs."""
     stop = threading.Event()
 
     def ask() -> None:
-        while not stop.wait(pause):
-            question, begin = tally.question(), perf_counter()
-            try:
-                result = client.attend(question.query, question.key, question.value, causal=question.causal)
-            except AttnServeError as error:
-                tally.take(question, error, begin)
-            else:
-                tally.take(question, result.output, begin)
+        while not stop.wait(PAUSE_S):
+            tally.ask(client, tally.question())
 
     threads = [threading.Thread(target=ask, name=f"caller-{number}") for number in range(callers)]
     with running(threads, stop):
@@ -107,7 +111,7 @@ def in_threads(client: Client, callers: int, tally: Tally, pause: float = PAUSE_
 
 
 @contextmanager
-def in_tasks(address: str, callers: int, tally: Tally, pause: float = PAUSE_S, **setup: Any) -> Iterator[None]:
+def in_tasks(address: str, callers: int, tally: Tally, **setup: Any) -> Iterator[None]:
     """So many callers of an AsyncClient, each a task, while the block runs; `setup` is the client's. Their event loop
     has a thread of its own.
     """
@@ -122,7 +126,7 @@ def in_tasks(address: str, callers: int, tally: Tally, pause: float = PAUSE_S, *
                 tally.take(question, error, begin)
             else:
                 tally.take(question, result.output, begin)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(PAUSE_S)
 
     async def ask_all() -> None:
         stopped = asyncio.Event()

@@ -6,13 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from attnserve import AttnServeError, Client, UnavailableError
+from attnserve import Client, UnavailableError
 from attnserve_server.exit_statuses import DEVICE_FAILED
 from benchmarks.chaos.callers import PATIENCE_S, Tally, in_threads
 from benchmarks.chaos.faulty import FAULTS
@@ -107,14 +106,9 @@ def _break(fault: str, victim: Victim) -> _Ending:
     tally, watch = Tally(), _Watch(victim.address)
     with Client(victim.address, retries=0) as client, in_threads(client, CALLERS, tally):
         tally.until(20)
-        question, begin = Question.numbered(0), perf_counter()
+        question = Question.numbered(0)
         question.query.flat[0] = FAULTS[fault]
-        try:
-            result = client.attend(question.query, question.key, question.value, causal=question.causal)
-        except AttnServeError as error:
-            tally.take(question, error, begin)
-        else:
-            tally.take(question, result.output, begin)
+        tally.ask(client, question)
         status = victim.wait()
     unavailable = tally.errors.pop(UnavailableError.__name__, 0)
     return _Ending(
