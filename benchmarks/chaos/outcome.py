@@ -46,19 +46,24 @@ def exactly(name: str, value: float, expected: float, unit: str = "") -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One experiment: its name, what is promised, on which machine and when it was made and for how many minutes what
-    goes on for a time did so, how many seconds it took in all, the load averages of the last minute before and after,
-    and its figures.
-    """
+    """One experiment: what is promised, and what was found."""
 
     experiment: str
+    """Its name."""
     promise: str
+    """What it tries to break."""
     machine: dict[str, str | int]
+    """The machine that it was made on, as `machine.describe` has it."""
     begun: str
+    """When it began, as ISO 8601."""
     minutes: float
+    """For how long it did what goes on for a time."""
     seconds: float
+    """How long it took in all."""
     load: tuple[float, float] | None
+    """The load averages of the last minute, before and after; None if they are unknown."""
     figures: list[Figure]
+    """What was counted and measured."""
 
     @property
     def kept(self) -> bool:
