@@ -23,7 +23,7 @@ from attnserve._requests.attend import encode_attend
 from attnserve_server.devices import packed_calls
 from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.transfers import Asked
-from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, math, table, varlen_cuda
+from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, efficient_cuda, table, varlen_cuda, written_out
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
 
@@ -62,7 +62,7 @@ def cuda_kernels_here(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "oldest":
             patch.setattr(packed_calls, "LOOKED_AT", -1)
             patch.setattr(packed_calls, "REARRANGED", 0)
-        patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=math.attend_together)))
+        patch.setattr(table, "KERNELS", (*rows, replace(KERNELS[-1], attend=written_out.attend_together)))
         yield
 
 

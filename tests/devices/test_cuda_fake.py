@@ -24,7 +24,7 @@ from attnserve_server.devices.compute import ROWS
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.devices.warm import WIDTHS, warm_calls, warm_ragged_call, warm_scattered_call
-from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, math, table, varlen_cuda
+from attnserve_server.kernels import KERNELS, RAGGED_KERNELS, attend, table, varlen_cuda, written_out
 from attnserve_server.layers.rows import Packing
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
@@ -41,7 +41,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CUDA kernels available for `meta` too."""
     rows = [replace(kernel, device="meta") for kernel in KERNELS if kernel.device == "cuda"]
     monkeypatch.setattr(table, "KERNELS", (*rows, *KERNELS))
-    monkeypatch.setitem(math.BLOCK_ELEMENTS, "meta", 1 << 26)
+    monkeypatch.setitem(written_out.BLOCK_ELEMENTS, "meta", 1 << 26)
 
 
 def request_of(plan: Plan, seed: int, returned: dict[str, Any]) -> Request:

@@ -12,7 +12,7 @@ import pytest
 from cases import BEYOND_FLOAT32, Plan
 from cuda_here import HALF, check, cuda_kernels_here, request_of, result_of, run
 
-from attnserve_server.kernels import math
+from attnserve_server.kernels import written_out
 
 __all__ = ["cuda_kernels_here"]
 
@@ -53,11 +53,11 @@ def test_only_those_with_nan_are_computed_again(dtype: str) -> None:
     cases[2].value[1, 0, -1] = np.nan
     cases[4].key[0, 1, 2] = np.inf
     batch = check([(case, {"return_lse": True}) for case in cases])
-    assert batch.kernel_calls[math.NAME] == 2
+    assert batch.kernel_calls[written_out.NAME] == 2
     masked = [Plan(dtype=dtype, batch=3, mask_shape=(5, 7)).case(seed) for seed in range(6)]
     masked[2].value[1, 0, -1] = np.nan
     batch = check([(case, {"return_lse": True}) for case in masked])
-    assert batch.kernel_calls == {"cuda_efficient": 1, math.NAME: 1}  # only one of three sequences
+    assert batch.kernel_calls == {"cuda_efficient": 1, written_out.NAME: 1}  # only one of three sequences
 
 
 @pytest.mark.parametrize("options", [{"mask_shape": (5, 7)}, {"bias_shape": (5, 7)}, {"alibi": True, "causal": True}])

@@ -5,7 +5,7 @@ Torch's own kernels are replaced by stand-ins that have the same traps; everythi
 
 from __future__ import annotations
 
-import math as pymath
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from attnserve_server.devices import packed_calls, packing
 from attnserve_server.devices.batch import FEW_CALLS, launch_batch
 from attnserve_server.devices.packing import pack
-from attnserve_server.kernels import RAGGED_KERNELS, efficient_cuda, math, varlen_cuda
+from attnserve_server.kernels import RAGGED_KERNELS, efficient_cuda, varlen_cuda, written_out
 from attnserve_server.kernels.band import Band
 
 __all__ = ["cuda_kernels_here"]
@@ -178,7 +178,7 @@ def test_keys_that_lie_in_pages_or_rows_are_read_where_they_are() -> None:
 
 def test_more_heads_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(efficient_cuda, "MAX_SEQUENCES", 4)
-    for heads, kernel in ((4, "cuda_efficient"), (6, math.NAME)):
+    for heads, kernel in ((4, "cuda_efficient"), (6, written_out.NAME)):
         plan = Plan(key_heads=heads, mask_shape=(5, 7))
         assert check([(plan.case(0), {"return_lse": True})]).kernel_calls == {kernel: 1}
 
@@ -198,7 +198,7 @@ def test_what_is_alike_is_stacked() -> None:
     plan = Plan(mask_shape=(2, 1, 5, 7))
     assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {"cuda_efficient": 1}
     plan = Plan(softcap=2.0, batch=3)
-    assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {math.NAME: 1}
+    assert check([(plan.case(seed), {}) for seed in range(5)]).kernel_calls == {written_out.NAME: 1}
 
 
 def test_more_sequences_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +245,8 @@ def test_wide_rows_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(efficient_cuda, "MAX_WIDTH", 16)
     for dtype, width, kernel in (
         ("float32", 8, "cuda_efficient"),
-        ("float32", 9, math.NAME),
-        ("float16", 24, math.NAME),
+        ("float32", 9, written_out.NAME),
+        ("float16", 24, written_out.NAME),
     ):
         plan = Plan(dtype=dtype, head_dim=width, key_dim=width, value_dim=8, mask_shape=(5, 7))
         assert check([(plan.case(0), {"return_lse": True})]).kernel_calls == {kernel: 1}
@@ -289,7 +289,7 @@ def test_what_takes_many_calls_is_not_launched() -> None:
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """If there are many queries, masks, biases and scores are made for some of them at a time."""
     monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_ELEMENTS", 40)
-    monkeypatch.setitem(math.BLOCK_ELEMENTS, "cpu", 100)
+    monkeypatch.setitem(written_out.BLOCK_ELEMENTS, "cpu", 100)
     for options in ({"alibi": True}, {"window": (2, 1)}, {"mask_shape": (3, 1, 11, 7)}, {"softcap": 1.0}):
         plan = Plan(query_length=11, batch=3, group=2, causal=True, sinks=True, **options)
         check([(plan.case(seed), {"return_lse": True}) for seed in range(2)])
@@ -314,7 +314,7 @@ def test_bands_from_the_bottom_right(
     left, right = (-1 if bound >= longest else bound for bound in found)
     p = torch.arange(band.query_length)[:, None] + band.kv_length - band.query_length
     j = torch.arange(band.kv_length)
-    reached = (j >= p - (left if left >= 0 else pymath.inf)) & (j <= p + (right if right >= 0 else pymath.inf))
+    reached = (j >= p - (left if left >= 0 else math.inf)) & (j <= p + (right if right >= 0 else math.inf))
     assert torch.equal(reached, band.tensor(torch.device("cpu")))
 
 

@@ -14,7 +14,7 @@ from attnserve_server.devices import cuda
 from attnserve_server.devices.batch import run_batch
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.transfers import Asked, CudaTransfers, _Thread
-from attnserve_server.kernels import AttentionCall, AttentionResult, math
+from attnserve_server.kernels import AttentionCall, AttentionResult, written_out
 
 
 @dataclass
@@ -112,7 +112,7 @@ def calls_of(count: int) -> list[AttentionCall]:
 
 def quick(call: AttentionCall) -> AttentionResult:
     """A kernel that gets sequences with non-finite values wrong, and reports them as suspect."""
-    exact = math.attend_each(call)
+    exact = written_out.attend_each(call)
     suspect = ~call.value.isfinite().flatten(1).all(1)
     spoilt = exact.output.clone()
     spoilt[suspect] = torch.nan
@@ -129,14 +129,14 @@ def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again
     device._kernel_calls = cuda._KernelCalls()
     calls = calls_of(5)
     for call, result in zip(calls, device.attend(calls, 0), strict=True):
-        exact = math.attend_each(call)
+        exact = written_out.attend_each(call)
         np.testing.assert_array_equal(result.output, exact.output)
         assert result.output[:, :, :2].isfinite().all()
         assert result.lse is not None
         np.testing.assert_array_equal(result.lse, exact.lse)
     assert transfers.fetches == 1, "of whether there is anything"
     assert transfers.streams[1].waited == 1
-    assert device.take_kernel_calls() == {"quick": 5, math.NAME: 2}
+    assert device.take_kernel_calls() == {"quick": 5, written_out.NAME: 2}
     assert not device.take_kernel_calls()
 
 
@@ -161,7 +161,7 @@ def test_attentions_one_after_the_other_are_looked_at_when_all_have_been_asked(
     assert transfers.fetches == waits
     assert begun == [0, 1][:ran]
     for call, result in zip(calls, results, strict=True):
-        exact = math.attend_each(replace(call, value=math.attend_each(call).output))
+        exact = written_out.attend_each(replace(call, value=written_out.attend_each(call).output))
         np.testing.assert_array_equal(result.output, exact.output)
 
 
@@ -182,7 +182,7 @@ def test_what_fails_in_between_leaves_nothing_to_be_looked_at(monkeypatch: pytes
 
 
 def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "attend", math.attend_each)
+    monkeypatch.setattr(cuda, "attend", written_out.attend_each)
     device = object.__new__(CudaDevice)
     device._transfers = transfers = StreamTransfers()
     device._kernel_calls = cuda._KernelCalls()

@@ -10,7 +10,7 @@ import pytest
 from cases import BEYOND_FLOAT32, Plan
 from kernel_calls import call_of, run
 
-from attnserve_server.kernels import flash_cpu, math
+from attnserve_server.kernels import flash_cpu, written_out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -44,7 +44,7 @@ def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -
     """A single key with a score of 0, as padding has, looks like a row whose scores are all beyond float32."""
     case = Plan(query_length=80, key_length=80, causal=True).case(7)
     case.query[..., :1, :] = 0
-    monkeypatch.setattr(math, "attend_heads", None)
+    monkeypatch.setattr(written_out, "attend_heads", None)
     result = run(call_of(case, return_lse=True))
     assert result.kernel == flash_cpu.NAME
     accuracy.check(case, result)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_calls import call_of, run
 
-from attnserve_server.kernels import AttentionCall, attend, blocked_cpu, kernel_for, math
+from attnserve_server.kernels import AttentionCall, attend, blocked_cpu, kernel_for, written_out
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.blocks import KEY_GRID, PART_KEYS, plan
 
@@ -114,7 +114,7 @@ def test_scores_of_any_size(options: dict[str, Any]) -> None:
     case.key[:, :, 2] = 1
     result = run(call_of(case, return_lse=True))
     small = call_of(case, return_lse=True)
-    exact = math.attend(small)
+    exact = written_out.attend(small)
     assert (np.abs(result.lse) > 200).any()
     for row in (5, 200):
         np.testing.assert_allclose(result.output[:, 0, row], exact.output[:, 0, row], atol=2e-4)
@@ -146,7 +146,7 @@ def test_what_is_not_finite(options: dict[str, Any], poison: float) -> None:
         case = Plan(**{**LONG, **options}).case(3)
         getattr(case, name)[:, 1, 290, 3] = poison
         result = run(call_of(case, return_lse=True))
-        exact = math.attend(call_of(case, return_lse=True))
+        exact = written_out.attend(call_of(case, return_lse=True))
         assert exact.lse is not None
         np.testing.assert_allclose(result.output, exact.output, atol=3e-6)
         np.testing.assert_allclose(result.lse, exact.lse, atol=3e-6)
@@ -184,7 +184,7 @@ def test_rows_with_nothing_to_attend_are_not_computed_again(name: str, monkeypat
     case = Plan(**LONG, **{f"{name}_shape": (301, 333)}).case(8)
     case.options[name][77] = False if name == "mask" else -np.inf
     if blocked_cpu.AVAILABLE:
-        monkeypatch.setattr(math, "attend_heads", None)
+        monkeypatch.setattr(written_out, "attend_heads", None)
     check(case)
 
 

@@ -30,7 +30,7 @@ from attnserve_server.kernels import (
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.math import needs_float64, stay_in_float32
+from attnserve_server.kernels.written_out import needs_float64, stay_in_float32
 from attnserve_server.requests.options import ScoreStage
 
 FEW_QUERIES: Final = 16

@@ -16,7 +16,7 @@ from attnserve_server.devices.compute import Scattering
 from attnserve_server.kernels import AttentionResult, varlen_cuda
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.math import needs_float64
+from attnserve_server.kernels.written_out import needs_float64
 
 
 def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scattering) -> list[AttentionResult | None]:

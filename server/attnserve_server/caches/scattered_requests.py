@@ -19,8 +19,8 @@ from attnserve_server.caches.scattered_queries import with_sinks
 from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH, sinks_of
 from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.ragged import MAX_SEQUENCES
+from attnserve_server.kernels.written_out import needs_float64
 from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:

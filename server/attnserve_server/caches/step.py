@@ -26,8 +26,8 @@ from attnserve_server.kernels import AttentionResult, part_of
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
-from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.table import CPU_PAGES
+from attnserve_server.kernels.written_out import needs_float64
 
 PIECE_BYTES: Final = 1 << 24
 """How many bytes of pages one computation covers: the next one over these finds them in the processor's cache."""

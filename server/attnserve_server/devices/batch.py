@@ -20,7 +20,7 @@ from attnserve_server.devices.packing import Pack, pack
 from attnserve_server.devices.results import collect
 from attnserve_server.devices.staging import Stager
 from attnserve_server.devices.transfers import Transfers
-from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedKernel, attend, math
+from attnserve_server.kernels import AttentionCall, AttentionResult, RaggedKernel, attend, written_out
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
@@ -70,15 +70,15 @@ def _launch(requests: Sequence[Request], transfers: Transfers, packs: Sequence[P
 
         def exactly(request: Request) -> RequestResult:
             staged = stager.stage([request])
-            kernel_calls[math.NAME] += len(staged)
-            return collect([request], staged, [_on_host(math.attend_each(call.call)) for call in staged])[0]
+            kernel_calls[written_out.NAME] += len(staged)
+            return collect([request], staged, [_on_host(written_out.attend_each(call.call)) for call in staged])[0]
 
         for each in staged_packs:
             kernel_calls[each.kernel] += each.calls
             for place, own in each.results(exactly):
                 gathered[place] = own
         for call, call_result in zip(staged, results, strict=True):
-            kernel_calls[math.NAME] += mend(call.call, call_result)
+            kernel_calls[written_out.NAME] += mend(call.call, call_result)
         for place, own in zip(places, collect(others, staged, results), strict=True):
             gathered[place] = own
         return BatchResult(
@@ -96,7 +96,7 @@ def mend(call: AttentionCall, result: AttentionResult) -> int:
     """Recomputes the suspect sequences of a result, whose flags are on the host; returns how many they were."""
     suspects = [] if result.suspect is None else torch.nonzero(result.suspect).flatten().tolist()
     for n in suspects:
-        exact = _on_host(math.attend_each(call.sequences(n, n + 1)))
+        exact = _on_host(written_out.attend_each(call.sequences(n, n + 1)))
         for part, own in ((result.output, exact.output), (result.lse, exact.lse), (result.scores, exact.scores)):
             if part is not None and own is not None:
                 part[n] = own[0]

@@ -41,8 +41,8 @@ from attnserve_server.kernels import (
     RaggedResult,
     ScatteredCall,
     attend,
-    math,
     varlen_cuda,
+    written_out,
 )
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish
@@ -146,7 +146,7 @@ class CudaDevice:
             for call, result in zip(calls, results, strict=True):
                 if result.suspect is not None:
                     result.suspect = next(flags)
-                    counts[math.NAME] += mend(call, result)
+                    counts[written_out.NAME] += mend(call, result)
         return results
 
     @property

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.math import needs_float64
 from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedKernel
+from attnserve_server.kernels.written_out import needs_float64
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
 

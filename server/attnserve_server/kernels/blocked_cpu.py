@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.host.cpus import is_amd
-from attnserve_server.kernels import math
+from attnserve_server.kernels import written_out
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, exclusion, nothing_to_attend
 from attnserve_server.kernels.blocks import KEY_GRID, Block, plan
@@ -107,7 +107,7 @@ def attend(call: AttentionCall) -> AttentionResult:
         sound = torch.isfinite(output).view(count, kv_heads, -1).all(2)
         if lost is not None:
             sound &= ~lost.view(count, kv_heads, -1).any(2)
-        math.attend_heads(call, torch.nonzero(~sound).tolist(), output, lse)
+        written_out.attend_heads(call, torch.nonzero(~sound).tolist(), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 

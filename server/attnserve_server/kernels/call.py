@@ -120,7 +120,7 @@ class AttentionResult:
 
     The dtype of output and scores is that of the queries, of lse the accumulation dtype. The layout in memory is
     whatever the kernel left. `suspect`, if there, is bool [N] on the device: where it is true, an input or a result
-    is not finite, and the sequence is to be computed again by `math.attend_each`.
+    is not finite, and the sequence is to be computed again by `written_out.attend_each`.
     """
 
     output: torch.Tensor

@@ -17,7 +17,7 @@ from math import isfinite
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.kernels import math
+from attnserve_server.kernels import written_out
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult, accumulation_dtype
@@ -48,7 +48,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
-    if call.query.device.type != "cpu" or not is_fusable(call) or math.needs_float64(call.scale, call.softcap):
+    if call.query.device.type != "cpu" or not is_fusable(call) or written_out.needs_float64(call.scale, call.softcap):
         return False
     # These may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or (call.mask is None and call.bias is None)
@@ -99,7 +99,7 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
     doubtful = _doubtful(call, lse)
     if doubtful is not None or not _is_finite(output):
         output, lse = output.contiguous(), lse.contiguous()
-        math.attend_heads(call, _suspect_heads(call.key.shape[1], output, doubtful), output, lse)
+        written_out.attend_heads(call, _suspect_heads(call.key.shape[1], output, doubtful), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -135,7 +135,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
     if not _is_finite(*inputs, call.bias, output, doubtful):
         output, lse = output.contiguous(), lse.contiguous()
         suspects = call.query, key, value, call.bias, output, doubtful
-        math.attend_heads(call, _suspect_heads(key.shape[1], *suspects), output, lse)
+        written_out.attend_heads(call, _suspect_heads(key.shape[1], *suspects), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
 
 
@@ -241,7 +241,8 @@ def _doubtful(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor | None:
     """
     if isfinite((lse / lse).sum().item()):
         return None
-    if call.bias is None and call.alibi_slopes is None and math.stay_in_float32(call.query, call.key, call.scale):
+    biased = call.bias is not None or call.alibi_slopes is not None
+    if not biased and written_out.stay_in_float32(call.query, call.key, call.scale):
         return None
     return lse.masked_fill(lse == 0, torch.nan)
 

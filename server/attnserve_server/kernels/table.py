@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from attnserve_server.kernels import blocked_cpu, efficient_cuda, flash_cpu, math, varlen_cuda
+from attnserve_server.kernels import blocked_cpu, efficient_cuda, flash_cpu, varlen_cuda, written_out
 from attnserve_server.kernels.bias import nothing_to_attend
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 from attnserve_server.kernels.ragged import RaggedKernel
@@ -57,11 +57,11 @@ KERNELS: tuple[Kernel, ...] = (
         efficient_cuda.attend,
     ),
     Kernel(
-        math.NAME,
+        written_out.NAME,
         "any",
         "everything else: softcaps, learned scores, requested scores, infinities and NaNs; float32 in float64 on a CPU",
         lambda call: True,
-        math.attend,
+        written_out.attend,
     ),
 )
 
@@ -78,7 +78,7 @@ RAGGED_KERNELS: tuple[RaggedKernel, ...] = (varlen_cuda.KERNEL, efficient_cuda.R
 def attend(call: AttentionCall) -> AttentionResult:
     """Computes a call by the first kernel that applies."""
     if call.query.shape[2] == 0 or (call.key.shape[2] == 0 and call.return_scores is None):
-        return nothing_to_attend(call, "none") if call.return_scores is None else math.attend(call)
+        return nothing_to_attend(call, "none") if call.return_scores is None else written_out.attend(call)
     return kernel_for(call).attend(call)
 
 

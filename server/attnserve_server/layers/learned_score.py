@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 import torch
 
 from attnserve_server.devices.compute import ROWS, Compute
-from attnserve_server.kernels import AdditiveScore, GeneralScore, math
+from attnserve_server.kernels import AdditiveScore, GeneralScore, written_out
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.multi_head import Heads
 from attnserve_server.layers.product import is_native
@@ -25,7 +25,7 @@ class LearnedScoreHead:
     ) -> None:
         # In the kernel's dtype: it would convert them again for every sequence.
         wide = {
-            name: values.to(math.written_out_dtype(values, learned=True))
+            name: values.to(written_out.first_dtype(values, learned=True))
             for name, values in parameters.items()
             if not name.startswith("value.")
         }

@@ -95,7 +95,7 @@ def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor
     )
 
 
-def written_out_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
+def first_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
     """The dtype that this kernel computes such queries in, at first, with a learned score or without: parameters of
     scores that have it need no conversion.
     """
@@ -119,7 +119,7 @@ def _dtype_for(call: AttentionCall) -> torch.dtype:
     """The dtype to compute a call in, at first."""
     if needs_float64(call.scale, call.softcap):
         return torch.float64
-    return written_out_dtype(call.query, call.score is not None)
+    return first_dtype(call.query, call.score is not None)
 
 
 def _units(call: AttentionCall) -> int:
