@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from attnserve_server.caches.finite_pages import FinitePages
 from attnserve_server.caches.layer import Placement, Write
 from attnserve_server.caches.page_memory import STORAGE, PageMemory, PageViews, as_array
 from attnserve_server.caches.shape import CacheShape
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.native.tokens import TOKEN, Tokens
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ class PagePool:
     def _look(self, views: PageViews, page: int, count: int, slot: int, tokens: int) -> None:
         """Notes whether what was written to adjacent pages is finite."""
         parts = [whole[page : page + count, :, slot : slot + tokens] for whole in (views.key, views.value)]
-        # A sum is finite only if all its terms are. One that is not may have overflowed: then look closer.
-        each = [all(isfinite(part.sum(dtype=torch.float32).item()) for part in parts)] * count
+        each = [surely_finite(*parts)] * count
         if not each[0]:
             each = torch.logical_and(*(torch.isfinite(part).flatten(1).all(1) for part in parts)).tolist()
         for place, finite in enumerate(each, page):

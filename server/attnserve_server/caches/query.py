@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Final, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from attnserve_server.kernels import (
 )
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.written_out import needs_float64, stay_in_float32
 from attnserve_server.requests.options import ScoreStage
@@ -127,8 +127,7 @@ class QueryAttention:
             pages = max(1, PIECE_BYTES // (token_bytes * per_page))
             groups = [[part] for part in as_sequences(reach, per_page, pages)]
         tensor = query.query if query.query.dtype == dtype else query.query.to(dtype)
-        # A sum is finite only if all its terms are. Looking on another device would mean waiting for it.
-        finite = device.type == "cpu" and isfinite(tensor.sum().item())
+        finite = device.type == "cpu" and surely_finite(tensor)  # looking on another device would mean waiting for it
         attention = QueryAttention(query, tensor, keys, per_page, groups, finite)
         # Parts are merged by their lses, which in float32 lack digits where they are large.
         several = sum(map(len, groups)) > 1
@@ -252,11 +251,9 @@ class QueryAttention:
         query, output, lse = self.query, self.outputs[0], self.lses[0]
         if output.device.type != "cpu":
             return self.reported
-        if not isfinite(output.sum().item()):
+        if not surely_finite(output):
             return True
-        return (
-            self.needs_lse and not isfinite(lse.sum().item()) and not bool((lse.isfinite() | lacks_keys(query)).all())
-        )
+        return self.needs_lse and not surely_finite(lse) and not bool((lse.isfinite() | lacks_keys(query)).all())
 
     def stays_in_float32(self, pool: PagePool) -> bool:
         """Whether no score can have left the range of float32."""

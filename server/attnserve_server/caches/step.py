@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Final
 
 import torch
@@ -25,6 +24,7 @@ from attnserve_server.caches.shape import TOKEN_MULTIPLE
 from attnserve_server.kernels import AttentionResult, part_of
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, alibi
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
 from attnserve_server.kernels.table import CPU_PAGES
 from attnserve_server.kernels.written_out import needs_float64
@@ -61,7 +61,7 @@ class Step:
         keys = query.length if query.kv_length is None else query.kv_length
         band = Band.of(tensor.shape[2], keys, query.offset, query.causal, query.window)
         begin, end = band.reach()
-        if begin == end or not is_finite(tensor) or not (query.bias is None or is_finite(query.bias)):
+        if begin == end or not surely_finite(tensor, query.bias):
             return None
         first, last = begin // per_page, -(-end // per_page)
         each = max(1, PIECE_BYTES // pool.memory.page_bytes)
@@ -97,7 +97,7 @@ class Step:
             output, lse = merge(
                 [each.output for each in results], [each.lse for each in results if each.lse is not None]
             )
-        if not is_finite(output) or not (lse is None or self._is_sound(lse)):
+        if not surely_finite(output) or not (lse is None or self._is_sound(lse)):
             return None
         if query.sinks is not None and lse is not None:
             output, lse = add_sinks(output, lse, query.sinks[None, :, None])
@@ -138,7 +138,7 @@ class Step:
         """Whether each row whose lse [1, Hq, Lq] is infinite lacks keys, rather than having scores that are all beyond
         float32.
         """
-        return is_finite(lse) or bool((lse.isfinite() | lacks_keys(self.query)).all())
+        return surely_finite(lse) or bool((lse.isfinite() | lacks_keys(self.query)).all())
 
     @property
     def _may_lack_keys(self) -> bool:
@@ -205,8 +205,3 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.
         for head in range(heads):
             own = out.new_empty(count, rows, out.shape[3])
             out[:, head] = own.baddbmm_(left[:, head].contiguous(), right[:, head], beta=0, alpha=scale)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all is certainly finite: a sum is finite only if its terms are; one that is not may have overflowed."""
-    return isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).item())

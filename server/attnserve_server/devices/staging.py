@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype, part_of
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
@@ -135,10 +135,7 @@ class Stager:
         query, key, value = place.inputs if elements is place.elements else place.inputs_in(elements)
         if problem.length_first:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        finite = False
-        if self._looks and place.whole:
-            # A sum is finite only if all its terms are; one that is not may just have overflowed.
-            finite = isfinite(elements.sum(dtype=accumulation_dtype(elements.dtype)).item())
+        finite = self._looks and place.whole and surely_finite(elements)
         return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:

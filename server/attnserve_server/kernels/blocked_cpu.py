@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, exclusion, nothing_to_attend
 from attnserve_server.kernels.blocks import KEY_GRID, Block, plan
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.kernels.fused import is_fusable
 
 NAME = "cpu_blocked"
@@ -103,7 +104,7 @@ def attend(call: AttentionCall) -> AttentionResult:
         lse = total.log2_().mul_(LN_2).add_(shift, alpha=LN_2 if call.bias is None else 1)[..., :query_length]
         if call.sinks is not None:
             output, lse = add_sinks(output, lse, call.sinks[None, :, None])
-    if lost is not None or not isfinite(output.sum().item()):
+    if lost is not None or not surely_finite(output):
         sound = torch.isfinite(output).view(count, kv_heads, -1).all(2)
         if lost is not None:
             sound &= ~lost.view(count, kv_heads, -1).any(2)

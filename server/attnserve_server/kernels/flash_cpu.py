@@ -21,6 +21,7 @@ from attnserve_server.kernels import written_out
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult, accumulation_dtype
+from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.kernels.fused import is_fusable
 
 NAME = "cpu_flash"
@@ -97,7 +98,7 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
     if output.shape[-1] != width:
         output = output[..., :width]
     doubtful = _doubtful(call, lse)
-    if doubtful is not None or not _is_finite(output):
+    if doubtful is not None or not surely_finite(output):
         output, lse = output.contiguous(), lse.contiguous()
         written_out.attend_heads(call, _suspect_heads(call.key.shape[1], output, doubtful), output, lse)
     return AttentionResult(output, lse if call.return_lse else None, None, NAME)
@@ -132,7 +133,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
         output, lse = add_sinks(output, lse, call.sinks[None, :, None])
 
     inputs = () if call.finite else (call.query, key, value)
-    if not _is_finite(*inputs, call.bias, output, doubtful):
+    if not surely_finite(*inputs, call.bias, output, doubtful):
         output, lse = output.contiguous(), lse.contiguous()
         suspects = call.query, key, value, call.bias, output, doubtful
         written_out.attend_heads(call, _suspect_heads(key.shape[1], *suspects), output, lse)
@@ -205,7 +206,7 @@ def _run_causal(
         outputs.append(output)
         lses.append(lse)
     output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
-    if not isfinite(lse.sum().item()):
+    if not surely_finite(lse):
         # Large values may give an infinite score, and inf - inf is NaN where that key is excluded.
         kv_heads = key.shape[1]
         group = heads // kv_heads
@@ -239,17 +240,12 @@ def _doubtful(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor | None:
     has: hence the look at what scores there can be. An infinite score may give NaN where that key is excluded: inf -
     inf.
     """
-    if isfinite((lse / lse).sum().item()):
+    if surely_finite(lse / lse):
         return None
     biased = call.bias is not None or call.alibi_slopes is not None
     if not biased and written_out.stay_in_float32(call.query, call.key, call.scale):
         return None
     return lse.masked_fill(lse == 0, torch.nan)
-
-
-def _is_finite(*tensors: torch.Tensor | None) -> bool:
-    """Whether all is certainly finite: a sum is finite only if its terms are; one that is not may have overflowed."""
-    return all(isfinite(tensor.sum().item()) for tensor in tensors if tensor is not None)
 
 
 def _suspect_heads(kv_heads: int, *suspects: torch.Tensor | None) -> list[list[int]]:
