@@ -82,6 +82,6 @@ def _call(
         own=Own(*(0 if part is None else part.data_ptr() for part in parts)),
         shape=PagedShape(packed, layout.tokens_per_page, rows),
         table=PageTable(array("i", query.pages)),
-        length=query.length if query.kv_length is None else query.kv_length,
+        length=query.keys,
         offset=query.offset,
     )

@@ -65,6 +65,16 @@ class CacheQuery:
     return_scores: ScoreStage | None = None
     kv_length: int | None = None
 
+    @property
+    def keys(self) -> int:
+        """How many keys there are, before masks."""
+        return self.length if self.kv_length is None else self.kv_length
+
+    @property
+    def band(self) -> Band:
+        """Which keys the queries reach by their positions."""
+        return Band.of(self.query.shape[2], self.keys, self.offset, self.causal, self.window)
+
 
 class Job(NamedTuple):
     """A call, the page that it begins with, and the term that the lse of each of its sequences then lacks."""
@@ -88,7 +98,7 @@ class QueryAttention:
     tensor: torch.Tensor
     """The query in the dtype of computation."""
     keys: int
-    """How many keys there are, before masks."""
+    """How many keys have scores."""
     per_page: int
     groups: list[list[Part]]
     finite: bool
@@ -110,11 +120,10 @@ class QueryAttention:
             dtype = torch.promote_types(dtype, torch.float32)
         if needs_float64(query.scale, query.softcap):
             dtype = torch.float64  # lses that are infinite cannot be merged
-        keys = query.length if query.kv_length is None else query.kv_length
-        if query.return_scores in ("raw", "capped"):
-            keys = query.length  # such scores exist for keys that the length excludes, too
+        # Scores before masking exist for keys that `kv_length` excludes, too.
+        keys = query.length if query.return_scores in ("raw", "capped") else query.keys
         per_page, shape = pool.tokens_per_page(query.shape), query.shape
-        band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
+        band = query.band
         reach = (0, keys) if query.return_scores is not None else band.reach()
         if by_page_too and has_few_queries(query, per_page):
             groups = [by_page(band, reach, per_page)]
@@ -287,10 +296,9 @@ def lacks_keys(query: CacheQuery) -> torch.Tensor:
     """Which rows reach no key, by the mask and their positions: bool, broadcasts to [1, Hq, Lq]. Contents of keys do
     not decide it: pages also hold what others have left there.
     """
-    keys = query.length if query.kv_length is None else query.kv_length
-    band = Band.of(query.query.shape[2], keys, query.offset, query.causal, query.window)
+    band = query.band
     begin, end = band.edges(query.query.device)
-    mask = part_of(query.mask, 3, 0, keys)
+    mask = part_of(query.mask, 3, 0, query.keys)
     if mask is None:
         return begin == end
     if mask.shape[3] == 1:

@@ -76,21 +76,12 @@ def computes(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, poo
     )
 
 
-def reach(
-    pages: Sequence[int],
-    per_page: int,
-    query_length: int,
-    keys: int,
-    offset: int,
-    causal: bool,
-    window: tuple[int, int],
-) -> Reach | None:
-    """The range that each of some queries attends to; None if there is no key in it, or not all attend to the same."""
-    band = Band.of(query_length, keys, offset, causal, window)
+def reach(pages: Sequence[int], per_page: int, band: Band) -> Reach | None:
+    """The range that each query of a band attends to; None if there is no key in it, or not all attend to the same."""
     begin, end = band.reach()
     if begin == end or -(-end // per_page) - begin // per_page > MAX_SEQUENCES:
         return None
-    if query_length > 1 and (band.begin(query_length - 1) > begin or band.end(0) < end):
+    if band.query_length > 1 and (band.begin(band.query_length - 1) > begin or band.end(0) < end):
         return None
     return Reach(pages, begin, end)
 

@@ -61,9 +61,7 @@ def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
         return None
     if needs_float64(query.scale, query.softcap) or not computes(query.shape, query.query.dtype, heads, length, pool):
         return None
-    keys = query.length if query.kv_length is None else query.kv_length
-    per_page = pool.tokens_per_page(query.shape)
-    return reach(query.pages, per_page, length, keys, query.offset, query.causal, query.window)
+    return reach(query.pages, pool.tokens_per_page(query.shape), query.band)
 
 
 def with_sinks(

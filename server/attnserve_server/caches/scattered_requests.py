@@ -18,6 +18,7 @@ from attnserve_server.caches.scattered import Reach, attend_ranges, computes, re
 from attnserve_server.caches.scattered_queries import with_sinks
 from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH, sinks_of
+from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.ragged import MAX_SEQUENCES
 from attnserve_server.kernels.written_out import needs_float64
@@ -125,7 +126,8 @@ def _reaches(request: CachedRequest, pool: PagePool) -> list[Reach] | None:
         if everything and 0 < keys <= longest and (offset >= keys - 1 or not problem.causal):  # nearly always
             reaches.append(Reach(pages, 0, keys))
             continue
-        own = reach(pages, per_page, problem.query_length, keys, offset, problem.causal, problem.window)
+        band = Band.of(problem.query_length, keys, offset, problem.causal, problem.window)
+        own = reach(pages, per_page, band)
         if own is None:
             return None
         reaches.append(own)

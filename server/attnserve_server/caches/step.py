@@ -58,8 +58,7 @@ class Step:
             return None
         if not has_few_queries(query, per_page) or needs_float64(query.scale, query.softcap):
             return None
-        keys = query.length if query.kv_length is None else query.kv_length
-        band = Band.of(tensor.shape[2], keys, query.offset, query.causal, query.window)
+        band = query.band
         begin, end = band.reach()
         if begin == end or not surely_finite(tensor, query.bias):
             return None

@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 
 from attnserve_server.host.cpus import is_amd
 from attnserve_server.kernels import written_out
-from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import VECTOR_ELEMENTS, add_sinks, exclusion, nothing_to_attend
 from attnserve_server.kernels.blocks import KEY_GRID, Block, plan
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
@@ -81,8 +80,7 @@ def attend(call: AttentionCall) -> AttentionResult:
     torch.get_num_threads()
     (count, heads, query_length, _), kv_heads = call.query.shape, call.key.shape[1]
     group = heads // kv_heads
-    band = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window)
-    rows, blocks = plan(band, group)
+    rows, blocks = plan(call.band, group)
     if not blocks:
         return nothing_to_attend(call, NAME)
     reaching = slice(blocks[0].start, blocks[-1].stop)
@@ -125,9 +123,7 @@ def _lost(call: AttentionCall, zero: torch.Tensor) -> torch.Tensor | None:
 
 def _are_empty(call: AttentionCall) -> torch.Tensor:
     """Bool that broadcasts to a call's rows [N, Hq, Lq], true where every key is excluded or has a bias of -inf."""
-    kv_length = call.key.shape[2]
-    band = Band.of(call.query.shape[2], kv_length, call.offset, call.causal, call.window)
-    excluded = exclusion(call, band, 0, kv_length, False)
+    excluded = exclusion(call, call.band, 0, call.key.shape[2], False)
     if call.bias is not None:
         lowest = call.bias == -torch.inf
         excluded = lowest if excluded is None else lowest | excluded

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from attnserve_server.kernels.band import Band
+
 if TYPE_CHECKING:
     from attnserve_server.requests.options import ScoreStage
 
@@ -76,6 +78,11 @@ class AttentionCall:
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of lse, bias and sums: float64 for float64 queries, else float32."""
         return accumulation_dtype(self.query.dtype)
+
+    @property
+    def band(self) -> Band:
+        """Which keys the queries reach by their positions."""
+        return Band.of(self.query.shape[2], self.key.shape[2], self.offset, self.causal, self.window)
 
     def sequences(self, start: int, stop: int) -> AttentionCall:
         """The call for some of the sequences."""

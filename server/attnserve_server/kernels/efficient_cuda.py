@@ -114,8 +114,8 @@ def _joined(parts: list[AttentionResult], axis: int) -> AttentionResult:
 
 
 def _attend_block(call: AttentionCall) -> AttentionResult:
-    query_length, width = call.query.shape[2], call.value.shape[-1]
-    band, begin, end = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window).narrowed()
+    width = call.value.shape[-1]
+    band, begin, end = call.band.narrowed()
     if begin == end:
         result = nothing_to_attend(call, NAME)
         result.suspect = torch.zeros(call.query.shape[0], dtype=torch.bool, device=call.query.device)

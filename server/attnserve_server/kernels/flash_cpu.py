@@ -18,7 +18,6 @@ import torch
 from torch.nn.functional import pad
 
 from attnserve_server.kernels import written_out
-from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult, accumulation_dtype
 from attnserve_server.kernels.finite import surely_finite
@@ -61,7 +60,7 @@ def attend(call: AttentionCall) -> AttentionResult:
     Masks and biases are made for blocks of queries: memory stays bounded, and a window costs what it reaches.
     """
     query_length, kv_length = call.query.shape[2], call.key.shape[2]
-    band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
+    band = call.band
     if call.finite and _is_plain(call):
         if band.is_everything:
             return _attend_plain(call, False)
@@ -105,8 +104,7 @@ def _attend_plain(call: AttentionCall, causal: bool) -> AttentionResult:
 
 
 def _attend_block(call: AttentionCall) -> AttentionResult:
-    query_length, width = call.query.shape[2], call.value.shape[-1]
-    band, begin, end = Band.of(query_length, call.key.shape[2], call.offset, call.causal, call.window).narrowed()
+    band, begin, end = call.band.narrowed()
     if begin == end:
         return nothing_to_attend(call, NAME)
     key, value = call.key[:, :, begin:end], call.value[:, :, begin:end]
@@ -120,7 +118,7 @@ def _attend_block(call: AttentionCall) -> AttentionResult:
 
     query, scale = positive_scale(call.query, call.scale)
     output, lse = _run(query, key, value, bias, causal, scale)
-    output = output[..., :width]
+    output = output[..., : call.value.shape[-1]]
     doubtful = _doubtful(call, lse)
     if shift is not None:
         lse = lse + shift

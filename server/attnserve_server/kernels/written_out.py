@@ -145,7 +145,7 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
     key, value = _aligned(key, exact), _aligned(value, exact)
     score = _score_function(call, key, exact)
     sinks = None if call.sinks is None else call.sinks.to(exact)[None, :, None, None]
-    band = Band.of(query_length, kv_length, call.offset, call.causal, call.window)
+    band = call.band
     row = count * query_heads * kv_length * _units(call)
     rows = max(1, BLOCK_ELEMENTS[device.type] // max(1, row))
     for start in range(0, query_length, rows):
