@@ -23,8 +23,8 @@ from attnserve_server.kernels import (
     AttentionCall,
     AttentionResult,
     GeneralScore,
-    excluded_score,
     part_of,
+    widened,
 )
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
@@ -286,8 +286,7 @@ class QueryAttention:
             parts = [part for part, _ in self.scores]
             if query.return_scores == "weights":
                 parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
-            excluded = excluded_score(query.return_scores)
-            scores = pad(torch.cat(parts, 3), (0, query.length - self.keys), value=excluded).to(query.query.dtype)
+            scores = widened(torch.cat(parts, 3), query.length, query.return_scores).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
 

@@ -22,7 +22,7 @@ from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.batch import FEW_CALLS
 from attnserve_server.devices.results import ReplyTensors, put, results_of, tensors_of
-from attnserve_server.kernels import AttentionResult, excluded_score
+from attnserve_server.kernels import AttentionResult, widened
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult, Work
 
 if TYPE_CHECKING:
@@ -171,15 +171,9 @@ def _arranged(request: CachedRequest, results: Sequence[AttentionResult]) -> Rep
     lse = _joined([result.lse for result in results if result.lse is not None]) if problem.return_lse else None
     scores = None
     if problem.return_scores is not None:
-        excluded = excluded_score(problem.return_scores)
         _, longest = request.longest
-        scores = torch.cat(
-            [
-                torch.nn.functional.pad(result.scores, (0, longest - result.scores.shape[-1]), value=excluded)
-                for result in results
-                if result.scores is not None
-            ]
-        )
+        found = [result.scores for result in results if result.scores is not None]
+        scores = torch.cat([widened(each, longest, problem.return_scores) for each in found])
     output = _joined([result.output for result in results])
     return output.transpose(1, 2) if problem.tokens_first else output, lse, scores
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
-from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score
+from attnserve_server.kernels import AttentionResult, accumulation_dtype, excluded_score, widened
 from attnserve_server.requests.extent import Span
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
@@ -40,7 +40,9 @@ def collect(
         count = len(staged_call.parts)
         outputs = rows_of_bytes(output, count)
         lses = None if result.lse is None else rows_of_bytes(result.lse, count)
-        scores = None if result.scores is None else rows_of_bytes(_widened(result.scores, problem), count)
+        scores = None
+        if result.scores is not None:  # not of the keys that `kv_lengths` cut off
+            scores = rows_of_bytes(widened(result.scores, problem.kv_length, problem.return_scores), count)
         for place, (index, _) in enumerate(staged_call.parts):
             gathered[index] = RequestResult(
                 outputs[place],
@@ -76,14 +78,6 @@ def _of_no_queries(problem: Problem) -> RequestResult:
     nothing = memoryview(b"")
     lse, scores = (nothing if asked else None for asked in (problem.return_lse, problem.return_scores))
     return RequestResult(nothing, lse, scores)
-
-
-def _widened(scores: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Scores over the first keys, widened to all keys: those that `kv_lengths` cut off are excluded."""
-    missing = problem.kv_length - scores.shape[-1]
-    if not missing:
-        return scores
-    return torch.nn.functional.pad(scores, (0, missing), value=excluded_score(problem.return_scores))
 
 
 def _assemble(request: Request, parts: list[tuple[Span, AttentionResult]]) -> RequestResult:

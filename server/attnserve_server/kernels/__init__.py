@@ -8,6 +8,7 @@ from attnserve_server.kernels.call import (
     accumulation_dtype,
     excluded_score,
     part_of,
+    widened,
 )
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
 from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
@@ -29,4 +30,5 @@ __all__ = [
     "excluded_score",
     "kernel_for",
     "part_of",
+    "widened",
 ]

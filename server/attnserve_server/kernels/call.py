@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
 import torch
+from torch.nn.functional import pad
 
 from attnserve_server.kernels.band import Band
 
@@ -25,6 +26,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def excluded_score(stage: ScoreStage | None) -> float:
     """What scores of that stage are for a key that is excluded."""
     return 0.0 if stage == "weights" else -torch.inf
+
+
+def widened(scores: torch.Tensor, keys: int, stage: ScoreStage | None) -> torch.Tensor:
+    """Scores [..., S] of that stage over the first keys as scores over so many, of which the others are excluded."""
+    missing = keys - scores.shape[-1]
+    return pad(scores, (0, missing), value=excluded_score(stage)) if missing else scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from attnserve_server.devices.compute import Compute
 from attnserve_server.kernels import (
@@ -15,7 +14,7 @@ from attnserve_server.kernels import (
     AttentionResult,
     GeneralScore,
     accumulation_dtype,
-    excluded_score,
+    widened,
 )
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.rows import Batch, SequenceKind, Stack
@@ -151,8 +150,7 @@ def replies(
 def _scores(request: LayerInput, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     """The scores [Hq, L, S] of a request's sequences as one tensor, over the most keys; or their means over heads."""
     longest = max(part.shape[2] for part in of_sequences)
-    excluded = excluded_score(request.options.return_scores)
-    scores = torch.cat([pad(part, (0, longest - part.shape[2]), value=excluded) for part in of_sequences], 1)
+    scores = torch.cat([widened(part, longest, request.options.return_scores) for part in of_sequences], 1)
     if not request.options.average_scores:
         return scores
     # Head by head: the order in which torch sums along an axis depends on an element's position.

@@ -21,7 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.results import ReplyTensors, fetched
 from attnserve_server.devices.staging import TORCH
-from attnserve_server.kernels import excluded_score
+from attnserve_server.kernels import excluded_score, widened
 from attnserve_server.layers.application import Application, application_of
 from attnserve_server.layers.checks import check_contents
 from attnserve_server.layers.direct import Received, apply
@@ -134,11 +134,9 @@ class LayerRequest(Independent):
             if lse is not None:
                 lse = _padded(lse.mT, lengths, application.length, -torch.inf).mT
             if scores is not None:
-                excluded = excluded_score(application.options.return_scores)
-                per_row = scores.movedim(-2, 0)  # [total, (Hq,) S]
-                missing = application.keys - per_row.shape[-1]
-                per_row = torch.nn.functional.pad(per_row, (0, missing), value=excluded)
-                scores = _padded(per_row, lengths, application.length, excluded).movedim(1, -2)
+                stage = application.options.return_scores
+                per_row = widened(scores.movedim(-2, 0), application.keys, stage)  # [total, (Hq,) S]
+                scores = _padded(per_row, lengths, application.length, excluded_score(stage)).movedim(1, -2)
         return rows, lse, scores
 
     def encode(
