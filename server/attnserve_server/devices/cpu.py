@@ -24,7 +24,7 @@ from attnserve_server.devices.compute import (
     RowFunction,
     Rows,
 )
-from attnserve_server.devices.division import chunks, combined, divided, end_to_end, even_shares
+from attnserve_server.devices.division import chunks, divided, end_to_end, even_shares
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.devices.results import collect, put, rows_of
@@ -186,7 +186,7 @@ class CpuDevice:
             few = len(calls) < 2 * self.threads
             divisions = [divided(call, self.threads) if few else ([call], 0) for call in calls]
             computed = self._on_threads(pool, [partial(attend, part) for parts, _ in divisions for part in parts])
-            results = [combined([next(computed) for _ in parts], axis) for parts, axis in divisions]
+            results = [AttentionResult.joined([next(computed) for _ in parts], axis) for parts, axis in divisions]
         with self._counting:
             self._kernel_calls.update(result.kernel for result in results)
         return results

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS, Rows
-from attnserve_server.kernels import AttentionCall, AttentionResult, kernel_for
+from attnserve_server.kernels import AttentionCall, kernel_for
 
 UNEVEN = 1.15
 """Items are shared out among threads if the busiest gets at most this many times the average load: each thread then
@@ -80,17 +80,3 @@ def divided(call: AttentionCall, count: int) -> tuple[list[AttentionCall], int]:
 def _ranges(length: int, count: int) -> list[tuple[int, int]]:
     edges = [length * place // count for place in range(count + 1)]
     return list(itertools.pairwise(edges))
-
-
-def combined(parts: list[AttentionResult], axis: int) -> AttentionResult:
-    """The result of a call that was divided along an axis."""
-    if len(parts) == 1:
-        return parts[0]
-    return AttentionResult(
-        torch.cat([part.output for part in parts], axis),
-        torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
-        torch.cat([part.scores for part in parts if part.scores is not None], axis)
-        if parts[0].scores is not None
-        else None,
-        parts[0].kernel,
-    )

@@ -6,6 +6,7 @@ widths of queries, keys and values. Heads come first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
@@ -142,6 +143,28 @@ class AttentionResult:
     scores: torch.Tensor | None
     kernel: str
     suspect: torch.Tensor | None = None
+
+    @staticmethod
+    def joined(parts: Sequence[AttentionResult], axis: int) -> AttentionResult:
+        """The result of a call from those of calls for its sequences (axis 0), heads (1) or queries (2)."""
+        if len(parts) == 1:
+            return parts[0]
+        suspects = [part.suspect for part in parts if part.suspect is not None]
+        suspect = None
+        if suspects:
+            suspect = torch.cat(suspects) if axis == 0 else torch.stack(suspects).any(0)
+        return AttentionResult(
+            torch.cat([part.output for part in parts], axis),
+            _concatenated([part.lse for part in parts], axis),
+            _concatenated([part.scores for part in parts], axis),
+            parts[0].kernel,
+            suspect,
+        )
+
+
+def _concatenated(parts: Sequence[torch.Tensor | None], axis: int) -> torch.Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there, axis) if there else None
 
 
 @overload

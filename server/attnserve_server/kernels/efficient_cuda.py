@@ -69,8 +69,8 @@ def attend(call: AttentionCall) -> AttentionResult:
     for first in range(0, sequences, size):
         some = call if sequences <= size else call.sequences(first, min(first + size, sequences))
         parts = [some.queries(start, min(start + rows, query_length)) for start in range(0, query_length, rows)]
-        blocks.append(_joined([_attend_block(part) for part in parts], 2))
-    return _joined(blocks, 0)
+        blocks.append(AttentionResult.joined([_attend_block(part) for part in parts], 2))
+    return AttentionResult.joined(blocks, 0)
 
 
 def _max_width(dtype: torch.dtype) -> int:
@@ -96,21 +96,6 @@ def _copied_bytes(call: AttentionCall) -> int:
 
 def _planes(tensor: torch.Tensor | None) -> int:
     return 1 if tensor is None else tensor.shape[0] * tensor.shape[1]
-
-
-def _joined(parts: list[AttentionResult], axis: int) -> AttentionResult:
-    """The result of a call from those of blocks of its sequences (axis 0) or of its queries (axis 2)."""
-    if len(parts) == 1:
-        return parts[0]
-    suspects = [part.suspect for part in parts if part.suspect is not None]
-    suspect = torch.cat(suspects) if axis == 0 else torch.stack(suspects).any(0)
-    return AttentionResult(
-        torch.cat([part.output for part in parts], axis),
-        torch.cat([part.lse for part in parts if part.lse is not None], axis) if parts[0].lse is not None else None,
-        None,
-        NAME,
-        suspect,
-    )
 
 
 def _attend_block(call: AttentionCall) -> AttentionResult:

@@ -76,12 +76,7 @@ def attend(call: AttentionCall) -> AttentionResult:
     blocks = [
         _attend_block(call.queries(start, min(start + rows, query_length))) for start in range(0, query_length, rows)
     ]
-    return AttentionResult(
-        torch.cat([block.output for block in blocks], 2),
-        torch.cat([block.lse for block in blocks if block.lse is not None], 2) if call.return_lse else None,
-        None,
-        NAME,
-    )
+    return AttentionResult.joined(blocks, 2)
 
 
 def _is_plain(call: AttentionCall) -> bool:
