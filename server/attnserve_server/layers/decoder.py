@@ -26,7 +26,7 @@ from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.native.calls import shape_of
 from attnserve_server.native.decoders import Decoder, Step
-from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes
+from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes, not_finite
 from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
 
 Stepped: TypeAlias = tuple[int, int, Resident]
@@ -117,7 +117,8 @@ class DecoderSteps:
                     pool.finite.know(number, 0, finite=False)
         if output is None:
             requests = batch.requests
-            return sorted({requests[places[place]] for place in _broken(calls, orders)})
+            broken = not_finite(calls, CALL_FINITE, CALL_BYTES)
+            return sorted({requests[places[orders[call]]] for call in broken})
         flags = memoryview(tokens).cast("q")[FINITE::TOKEN_FIELDS].tolist()
         for (number, slot), finite in zip(slots, flags, strict=True):
             pool.finite.know(number, slot, finite=bool(finite))
@@ -192,9 +193,3 @@ class DecoderSteps:
         )
         rows = length * (query.shape[1] // shape.num_kv_heads)
         return PagedShape(packed, layout.tokens_per_page, rows)
-
-
-def _broken(calls: bytearray, orders: Sequence[int]) -> list[int]:
-    """The sequences of calls whose results are not finite."""
-    finite = memoryview(calls).cast("q")[CALL_FINITE :: CALL_BYTES // 8].tolist()
-    return [place for place, is_finite in zip(orders, finite, strict=True) if not is_finite]

@@ -142,6 +142,14 @@ def with_keys(shape: bytes, kv_length: int, offset: int) -> bytes:
     return shape[:8] + _KEYS.pack(kv_length, offset) + shape[8 + _KEYS.size :]
 
 
+def not_finite(packed: bytearray, field: int, size: int) -> list[int]:
+    """The places of those of packed structures, of `size` bytes each, that the library has found not to be finite: it
+    puts 0 into this field of int64.
+    """
+    finite = memoryview(packed).cast("q")[field :: size // 8].tolist()
+    return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
+
+
 class Team:
     """Threads that help callers of the kernel to compute, and sleep until then."""
 
@@ -229,8 +237,7 @@ class Library:
         """
         first, count = ctypes.c_char.from_buffer(calls), len(calls) // CALL_BYTES
         self.attend_function(threads, ctypes.addressof(first), count)
-        finite = memoryview(calls).cast("q")[CALL_FINITE :: CALL_BYTES // 8].tolist()
-        return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
+        return not_finite(calls, CALL_FINITE, CALL_BYTES)
 
 
 def best(wanted: str) -> Library | None:

@@ -10,7 +10,7 @@ import ctypes
 import struct
 from typing import Final
 
-from attnserve_server.native.library import Function, Threads
+from attnserve_server.native.library import Function, Threads, not_finite
 from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
 
 PIECE: Final = struct.Struct("=2Q2q")
@@ -43,5 +43,4 @@ class MultiHeads:
         """
         first, count = ctypes.c_char.from_buffer(pieces), len(pieces) // PIECE.size
         self._apply(threads, layer, ctypes.addressof(first), count)
-        finite = memoryview(pieces).cast("q")[_FINITE :: PIECE.size // 8].tolist()
-        return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []
+        return not_finite(pieces, _FINITE, PIECE.size)
