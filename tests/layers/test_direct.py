@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers import direct, product
 from attnserve_server.layers.specification import Rotary
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Library, Team, available
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +37,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 def every_dtype() -> Iterator[None]:
     """The library multiplies bfloat16 on all processors, also where others are faster."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product, "is_native", lambda dtype, products: products is not None and dtype in DTYPES)
+        patch.setattr(product, "is_native", lambda dtype, products: products is not None and dtype in NATIVE_FROM_TORCH)
         yield
 
 

@@ -15,7 +15,7 @@ from kernel_calls import array
 from oracle import Array
 from random_products import tensor_at
 
-from attnserve_server.native.passages import ACTIVATIONS, Forward, Norm, Passage, Passages, Turning
+from attnserve_server.native.passages import ACTIVATION_CODES, Forward, Norm, Passage, Passages, Turning
 from attnserve_server.native.products import PANEL, PackedWeight
 
 FLOAT: Final = np.dtype(np.float32)
@@ -142,7 +142,7 @@ class _Maker:
     def forward(self, rows: Array) -> tuple[Forward, Array]:
         """A feed-forward part, and rows behind it."""
         gated, hidden = self.random.random() < 0.5, PANEL * self.random.choice((1, 3, 20))
-        name, before, behind = self.random.choice(list(ACTIVATIONS)), self.norm(0.5), self.norm(0.5)
+        name, before, behind = self.random.choice(list(ACTIVATION_CODES)), self.norm(0.5), self.norm(0.5)
         up, apply_up = self.linear(self.width, hidden * (2 if gated else 1))
         down, apply_down = self.linear(hidden, self.width)
         units = apply_up(normed(before, rows))

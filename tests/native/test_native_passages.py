@@ -17,7 +17,7 @@ from random_calls import randoms
 from random_passages import activated, random_passage
 
 from attnserve_server.native.library import Team, Threads
-from attnserve_server.native.passages import ACTIVATIONS, Forward, Norm, Passage, Passages
+from attnserve_server.native.passages import ACTIVATION_CODES, Forward, Norm, Passage, Passages
 from attnserve_server.native.products import PackedWeight
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str, dtype: np.dtype[
 
 
 @each_instructions
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", ACTIVATION_CODES)
 def test_activations_are_as_exact_as_float32(instructions: str, name: str) -> None:
     """Relatively, also where they are almost 0, and far away."""
     size = np.concatenate([np.linspace(0, 15, 20_000), np.logspace(-30, 1.1, 4_000)]).astype(np.float32)

@@ -18,7 +18,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.packed_results import bytes_of
 from attnserve_server.devices.staging import TORCH
-from attnserve_server.native.payloads import DTYPES
+from attnserve_server.native.payloads import NATIVE_FROM_WIRE
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -35,7 +35,7 @@ def append(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> No
             key, value = (read_heads_first(name, request, device) for name in ("key", "value"))
             for b, placement in enumerate(placements):
                 pool.write(request.uses[0].cache.shape, placement, key[b], value[b])
-        elif placements and on_cpu and problem.dtype in DTYPES:
+        elif placements and on_cpu and problem.dtype in NATIVE_FROM_WIRE:
             append_tokens(pool, request)
         elif placements:
             single.append(request)

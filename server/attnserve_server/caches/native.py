@@ -17,7 +17,7 @@ from attnserve_server.caches.query import CacheQuery
 from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.native.calls import broadcast, shape_of
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import NAME, computes
 
 
@@ -57,7 +57,7 @@ def _applies(query: CacheQuery) -> bool:
             hides=query.mask is not None or query.bias is not None,
             alibi=query.alibi_slopes is not None,
         )
-        and tensor.dtype in DTYPES
+        and tensor.dtype in NATIVE_FROM_TORCH
         and tensor.stride(3) == 1
     )
 

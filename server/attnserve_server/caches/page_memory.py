@@ -19,7 +19,7 @@ from attnserve_server.caches.layer import PageTable
 from attnserve_server.caches.shape import CacheDtype, CacheShape, half_page
 from attnserve_server.host import huge_pages
 from attnserve_server.host.cpus import CACHE_LINE
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Strides
 from attnserve_server.native.tokens import packed_layout
 
@@ -124,8 +124,8 @@ class PageMemory:
     def _packed_layout_of(self, shape: CacheShape) -> bytes:
         """How tokens lie in a page, as the native library reads it."""
         layout = self.layout(shape)
-        widths = shape.num_kv_heads, shape.head_dim, shape.value_dim
-        return packed_layout(DTYPES[STORAGE[shape.dtype]], *widths, Strides(*layout.key), Strides(*layout.value))
+        dtype, widths = NATIVE_FROM_TORCH[STORAGE[shape.dtype]], (shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        return packed_layout(dtype, *widths, Strides(*layout.key), Strides(*layout.value))
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:

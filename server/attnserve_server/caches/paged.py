@@ -17,7 +17,7 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.sharing import Group, groups
 from attnserve_server.devices.native_compute import NativeCompute
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
 GROUP_ROWS: Final = 128
@@ -57,7 +57,7 @@ class PagedCall(NamedTuple):
 
 def keys_of(shape: CacheShape, layout: PageLayout) -> Keys:
     """How keys and values lie in pages; each call adds how many there are, and the position of its queries."""
-    dtype = DTYPES[STORAGE[shape.dtype]]
+    dtype = NATIVE_FROM_TORCH[STORAGE[shape.dtype]]
     return Keys(0, 0, dtype, layout.tokens_per_page, Strides(*layout.key), Strides(*layout.value))
 
 

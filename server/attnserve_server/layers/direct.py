@@ -21,7 +21,7 @@ from attnserve_server.devices.compute import Compute
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.specification import Attention
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Shape, Strides, computes, pack
 from attnserve_server.native.multi_head import PIECE, packed_layer
 from attnserve_server.native.payloads import address, memory_of
@@ -148,8 +148,8 @@ class Direct:
             kv_heads=own.kv_heads,
             head_dim=own.head_dim,
             value_dim=own.value_dim,
-            query_dtype=DTYPES[self._dtype],
-            kv_dtype=DTYPES[self._dtype],
+            query_dtype=NATIVE_FROM_TORCH[self._dtype],
+            kv_dtype=NATIVE_FROM_TORCH[self._dtype],
             page_tokens=0,
             query=inside,
             key=inside,

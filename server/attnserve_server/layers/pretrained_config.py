@@ -20,7 +20,7 @@ MODEL_TYPES: Final[Mapping[Family, tuple[str, ...]]] = {
     "llama": ("llama", "mistral", "qwen2"),
 }
 """The models of each family, by `model_type`. Other models use the same tensor names for other computations."""
-ACTIVATIONS: Final = {
+ACTIVATION_NAMES: Final = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -82,10 +82,10 @@ class _Reader:
         value = self.config.get(field)
         if value is None:
             return
-        if isinstance(value, str) and value in ACTIVATIONS:
-            self.options["activation"] = ACTIVATIONS[value]
+        if isinstance(value, str) and value in ACTIVATION_NAMES:
+            self.options["activation"] = ACTIVATION_NAMES[value]
         else:
-            self.wrong(field, f"one of {', '.join(ACTIVATIONS)}", value, "activation")
+            self.wrong(field, f"one of {', '.join(ACTIVATION_NAMES)}", value, "activation")
 
     def only(self, field: str, value: object, why: str, option: str = "") -> None:
         """A field for which one value is supported; absent means that value."""

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from attnserve_server.devices.compute import MAX_ROWS, ROWS, Compute
 from attnserve_server.host.cpus import has_amx, is_amd
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.products import PackedWeight, Products
 
 
@@ -66,7 +66,7 @@ def divides(weight: torch.Tensor, products: Products | None) -> bool:
 
 def is_native(dtype: torch.dtype, products: Products | None) -> bool:
     """Whether `products` multiply weights of a dtype."""
-    if products is None or dtype not in DTYPES:
+    if products is None or dtype not in NATIVE_FROM_TORCH:
         return False
     return dtype != torch.bfloat16 or not (packs(dtype) or has_amx())
 

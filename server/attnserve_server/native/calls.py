@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from attnserve_server.kernels import AttentionCall, AttentionResult, attend
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import (
     NAME,
     Addresses,
@@ -58,7 +58,7 @@ def applies(call: AttentionCall) -> bool:
             hides=call.mask is not None or call.bias is not None,
             alibi=call.alibi_slopes is not None,
         )
-        and all(tensor.dtype in DTYPES and tensor.stride(3) == 1 for tensor in tensors)
+        and all(tensor.dtype in NATIVE_FROM_TORCH and tensor.stride(3) == 1 for tensor in tensors)
         and call.key.dtype == call.value.dtype
     )
 
@@ -91,7 +91,7 @@ def _add(packed: bytearray, call: AttentionCall, output: torch.Tensor, lse: torc
     mask, bias = (
         None if each is None else broadcast(each, (*query.shape[:3], key.shape[2])) for each in (call.mask, call.bias)
     )
-    keys = Keys(key.shape[2], call.offset, DTYPES[key.dtype], 0, strides_of(key), strides_of(value))
+    keys = Keys(key.shape[2], call.offset, NATIVE_FROM_TORCH[key.dtype], 0, strides_of(key), strides_of(value))
     shape = shape_of(call, key.shape[1], output, mask, bias, keys)
     bases = query, key, value, output, lse, mask, bias
     starts = [0 if tensor is None else tensor.data_ptr() for tensor in bases]
@@ -122,7 +122,7 @@ def shape_of(
         kv_heads=kv_heads,
         head_dim=width,
         value_dim=output.shape[3],
-        query_dtype=DTYPES[call.query.dtype],
+        query_dtype=NATIVE_FROM_TORCH[call.query.dtype],
         kv_dtype=keys.dtype,
         page_tokens=keys.page_tokens,
         query=strides_of(call.query),

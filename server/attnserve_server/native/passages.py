@@ -14,12 +14,13 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Function, Threads
 from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
 
-NORMS: Final = {"rms": 1, "layer": 2}
-ACTIVATIONS: Final = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+NORM_CODES: Final = {"rms": 1, "layer": 2}
+ACTIVATION_CODES: Final = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+"""Norms and activations, as the library encodes them."""
 
 READING: Final = 8
 """FLOPs that take as long as reading a byte of a weight: with few rows, that is what takes the time."""
@@ -94,13 +95,13 @@ class Passage:
         """Of all weights."""
         self.struct = b"".join(
             (
-                _SHAPE.pack(DTYPES[dtype], width),
+                _SHAPE.pack(NATIVE_FROM_TORCH[dtype], width),
                 _product(output),
                 _norm(behind),
                 _norm(None if forward is None else forward.before),
                 _product(up),
                 _product(down),
-                _SHAPE.pack(*((0, 0) if forward is None else (forward.gated, ACTIVATIONS[forward.activation]))),
+                _SHAPE.pack(*((0, 0) if forward is None else (forward.gated, ACTIVATION_CODES[forward.activation]))),
                 _norm(None if forward is None else forward.behind),
                 _norm(before),
                 _product(following),
@@ -126,7 +127,7 @@ def _norm(norm: Norm | None) -> bytes:
     if norm is None:
         return bytes(_NORM.size)
     addresses = (0 if each is None else each.data_ptr() for each in (norm.weight, norm.bias))
-    return _NORM.pack(*addresses, NORMS[norm.kind], norm.epsilon)
+    return _NORM.pack(*addresses, NORM_CODES[norm.kind], norm.epsilon)
 
 
 class Passages:

@@ -19,11 +19,12 @@ from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, computes
 from attnserve_server.requests.problem import Problem
 
-DTYPES: Final[dict[int, int]] = {
+NATIVE_FROM_WIRE: Final[dict[int, int]] = {
     pb.DATA_TYPE_FLOAT32: FLOAT32,
     pb.DATA_TYPE_FLOAT16: FLOAT16,
     pb.DATA_TYPE_BFLOAT16: BFLOAT16,
 }
+"""The wire's dtypes that the library computes with, as it encodes them."""
 address_of_bytes: Final = ctypes.pythonapi.PyBytes_AsString
 """The address of the content of `bytes`."""
 address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
@@ -31,7 +32,7 @@ address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes
 
 def applies(problem: Problem) -> bool:
     """Whether the native kernel computes such requests."""
-    return problem.dtype in DTYPES and computes(
+    return problem.dtype in NATIVE_FROM_WIRE and computes(
         widest=max(problem.head_dim, problem.value_dim),
         score=problem.score,
         return_scores=problem.return_scores,
@@ -53,7 +54,7 @@ def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
         kv_heads=problem.kv_heads,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        query_dtype=DTYPES[problem.dtype],
+        query_dtype=NATIVE_FROM_WIRE[problem.dtype],
         kv_dtype=keys.dtype,
         page_tokens=keys.page_tokens,
         query=strides_of(problem, heads, rows, problem.head_dim),

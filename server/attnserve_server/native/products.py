@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
-from attnserve_server.native.dtypes import DTYPES
+from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Function, Threads
 
 PANEL: Final = 16
@@ -28,7 +28,8 @@ class PackedWeight:
     """A weight, and a bias if there is one, as the library reads them."""
 
     def __init__(self, panels: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Contiguous panels [outputs / PANEL, inputs, PANEL] of one of `DTYPES`, and bias [outputs], always of float32.
+        """Contiguous panels [outputs / PANEL, inputs, PANEL] of a dtype that the library knows, and bias [outputs],
+        always of float32.
 
         Rows and results of the product have the dtype of the panels.
         """
@@ -39,7 +40,7 @@ class PackedWeight:
             0 if bias is None else bias.data_ptr(),
             self.inputs,
             self.outputs,
-            DTYPES[panels.dtype],
+            NATIVE_FROM_TORCH[panels.dtype],
         )
         """The weight's `struct product` (`attention.h`), valid as long as this object lives."""
 

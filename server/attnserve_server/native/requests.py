@@ -14,7 +14,7 @@ from attnserve import _dtypes
 from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.library import Addresses, Keys, Library, Threads, pack, pack_several
 from attnserve_server.native.payloads import (
-    DTYPES,
+    NATIVE_FROM_WIRE,
     address,
     address_of,
     addresses,
@@ -154,7 +154,7 @@ def planned(problem: Problem, spans: tuple[Span, ...]) -> Plan:
     steps = [rows * of_query, keys * of_key, keys * of_value, rows * of_output, of_lse, mask[0], 4 * bias[0]]
     sequences = []
     for span in spans:
-        at = Keys(span.kv_length, span.offset, DTYPES[problem.dtype], 0, key_strides, value_strides)
+        at = Keys(span.kv_length, span.offset, NATIVE_FROM_WIRE[problem.dtype], 0, key_strides, value_strides)
         offsets = [span.first * step for step in steps]
         if problem.packed:  # tokens come first, except in the lse
             query, key = span.query_start, span.kv_start
