@@ -1,13 +1,18 @@
 """Attention by torch's memory-efficient kernel for CUDA: float32, and masks, biases and ALiBi in any precision.
 
-The kernel's traps are handled here: rows of queries, keys and values are padded to multiples of 8 elements and rows of
-biases to 16, and all begin at multiples of 16 bytes, as its loads want them; the lse comes in rows of 32, and is cut;
-it knows no grouped heads (a group is folded into the queries where it can be, else keys are repeated); it multiplies
-masked scores by the scale (made positive); it takes biases only in the dtype of the queries (half precisions with a
-bias are computed in float32); it makes a product of float32 of three of TF32, which lose the last two bits of each
-factor (given keys and values in two parts, it loses only those of queries and weights, and is as exact as float32:
-`_in_parts`); and rows with nothing to attend are meaningless (set to 0 and -inf). NaN and inf at excluded places may
-get through, but only as NaN or inf: the result says which sequences have any, and its reader has those computed again.
+The kernel's traps, which are handled here:
+
+- Its loads want rows of queries, keys and values in multiples of 8 elements, rows of biases in multiples of 16, and all
+  to begin at multiples of 16 bytes: padded.
+- It gives the lse in rows of 32: cut.
+- It knows no grouped heads: a group is folded into the queries where it can be, else keys are repeated.
+- It multiplies masked scores by the scale: made positive.
+- It takes biases only in the dtype of the queries: half precisions with a bias are computed in float32.
+- It makes a product of float32 of three of TF32, which lose the last two bits of each factor: given keys and values in
+  two parts (`_in_parts`), it loses only those of queries and weights, and is as exact as float32.
+- It gives rows with nothing to attend results without meaning: set to 0 and -inf.
+- It may let NaN and inf at excluded places through, but only as NaN or inf: the result says which sequences have any,
+  and its reader has those computed again.
 
 Run on a GPU with torch 2.11; for 2.13 and 2.15 written from torch's sources, and its planning tested on CPU tensors.
 """

@@ -1,12 +1,20 @@
 """Attention by torch's flash kernel for the CPU: dot-product scores with any mask and bias.
 
-The kernel's traps are handled here: it kills the process at Lq = 0 or S = 0 (never called so), wants D = Dv (padded
-with zeros, which changes no sum), gives rows with nothing to attend an lse of 0 (set to -inf), lets NaN and inf at
-excluded places through, be they inputs or scores that overflow, swallows NaN in queries, takes rows all of whose scores
-overflow to -inf for rows with nothing to attend, and sums weighted values before it divides by the sum of the weights,
-which overflows where values are large (such heads are computed again by the math kernel), scales masked scores (scales
-are made positive), and its bits depend on the alignment of the rows modulo 16 bytes (rows are padded to 16 elements)
-and on the number of threads (one, always: parallelism is across calls).
+The kernel's traps, which are handled here:
+
+- It kills the process at Lq = 0 or S = 0: never called so.
+- It wants D = Dv: padded with zeros, which changes no sum.
+- It gives rows with nothing to attend an lse of 0: set to -inf.
+- It multiplies masked scores by the scale: made positive.
+- Its bits depend on the alignment of rows modulo 16 bytes: padded to 16 elements.
+- Its bits depend on the number of threads: one, always; parallelism is across calls.
+
+Heads that meet one of these are computed again by the math kernel:
+
+- It lets NaN and inf at excluded places through, be they inputs or scores that overflow.
+- It swallows NaN in queries.
+- It takes rows all of whose scores overflow to -inf for rows with nothing to attend.
+- It sums weighted values before it divides by the sum of the weights, which overflows where values are large.
 """
 
 from __future__ import annotations
