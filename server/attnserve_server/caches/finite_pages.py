@@ -24,8 +24,8 @@ class FinitePages:
         return bool(self._finite[page])
 
     def know(self, page: int, slot: int, *, finite: bool) -> None:
-        """Notes whether what is in a slot of a page is finite, and behind it in others that are written at the same
-        time, once it is there, after what is in the slots before.
+        """Notes whether the tokens just written to a page, from `slot` on, are finite. Slots are written in order: the
+        page is known to be finite if these tokens and all before them are.
         """
         self._finite[page] = finite and (not slot or self._finite[page])
 

@@ -221,7 +221,9 @@ def clear(layers: Sequence[CacheLayer]) -> None:
 
 
 def shared_pages(layers: Sequence[CacheLayer]) -> int:
-    """How many of the pages of a cache's layers others hold too: as fast in comparison."""
+    """How many of the pages of a cache's layers others hold too. They are counted together: one layer after the other
+    takes twenty times as long or more.
+    """
     pages = array("i")
     for layer in layers:
         pages += layer._pages

@@ -127,9 +127,9 @@ class CachedRequest(CacheWork):
             self._counted = lengths
 
     def _within_reach(self, lengths: list[int]) -> tuple[int, int, int]:
-        """With caches of these lengths, the keys within reach, the pairs of a query and a key that it reaches, and the
-        pairs that are computed where nothing but what is out of all queries' reach is left out: so it is where
-        attention is written out, and then both are these. What is given may not fit the caches yet.
+        """For caches of these lengths: the keys within reach of any query; the pairs of a query and a key that it
+        reaches itself; and the pairs of all queries with all those keys. Where attention is written out, the latter
+        are computed, and are both numbers of pairs. The lengths and offsets given may not fit the caches yet.
         """
         problem = self.problem
         given = read_integers(problem.tensors.get("kv_lengths"), self.payloads) or lengths

@@ -262,8 +262,9 @@ def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
 
 
 def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[NDArray[np.int64] | None], list[int]]:
-    """Which results [G, size] are merged, and their sizes, until each sequence has one; it has so many, which are at
-    these places. `~n` stands for nothing, in place of n; None for all results, in their order.
+    """How results are merged, level by level, until each sequence has one: sequence i has `counts[i]` of them, and
+    `place` says where, sequence by sequence. Returns for each level which results are merged, [G, size], where `~n` in
+    place of n stands for none, or None for all results in their order; and the sizes.
     """
     levels: list[NDArray[np.int64] | None] = []
     sizes = []

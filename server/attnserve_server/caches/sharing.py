@@ -34,8 +34,9 @@ def groups(pages: Sequence[NDArray[np.int32]], largest: int) -> list[Group]:
 
 
 def _divided(members: list[int], common: list[int]) -> tuple[int, list[Group]]:
-    """Queries, each with so many first pages in common with the next, as one group or, where that saves more, as the
-    groups on either side of where the fewest are in common; before these, how many pages they need not read.
+    """Groups neighbouring queries; `common[i]` is how many first pages query i shares with the next. They are one
+    group, or they are divided where they share the fewest pages, whichever saves more reads of pages. Returns how many
+    are saved, and the groups.
     """
     least = min(common, default=0)
     whole = least * len(common)

@@ -126,8 +126,8 @@ class CudaTransfers:
         return host
 
     def asked(self) -> Asked:
-        """How far the streams have to get that compute, which is also where what is little is copied back, and, if this
-        thread has had anything copied back there since it last asked, copy back.
+        """Marks the work submitted so far: on the compute stream, which also copies small results back, and, if this
+        thread has had large ones copied back since it last asked, on the fetch stream.
         """
         computed = fetched = _mark(self._compute_stream)
         if self._thread.fetches:
