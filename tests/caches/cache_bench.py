@@ -80,7 +80,8 @@ class Bench:
         self.host = CacheHost(self.store, PagePool.of(self.device, pool_bytes, PAGE_BYTES), "")
         self.admission = OpenAdmission(1000, 10**12, 10**15)
         self.queue: BatchQueue[Entry] = batch_queue()
-        self.engine = engine_of(self.device, self.queue, self.admission, new_metrics())
+        self.metrics = new_metrics()
+        self.engine = engine_of(self.device, self.queue, self.admission, self.metrics)
         self.engine.open()
         self.order: list[Entry] = []
         self._futures: dict[Entry, asyncio.Future[Outcome | RequestError]] = {}

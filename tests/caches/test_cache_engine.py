@@ -52,6 +52,16 @@ async def test_others_do_not_wait_for_those_that_wait_for_one_cache(bench: Bench
     await bench.finished()
 
 
+async def test_what_needs_no_device_is_no_batch(bench: Bench) -> None:
+    cache = bench.create(3)
+    await bench.forked(bench.fork(cache))
+    assert isinstance(await bench.outcome(bench.truncate(cache, 2)), Outcome)
+    assert bench.metrics.registry.get_sample_value("attnserve_batch_requests_count") == 0
+    assert isinstance(await bench.outcome(bench.attend(cache)), Outcome)
+    assert bench.metrics.registry.get_sample_value("attnserve_batch_requests_count") == 1
+    await bench.finished()
+
+
 async def test_those_who_only_read_a_cache_do_not_wait_for_each_other(bench: Bench) -> None:
     """They are one batch; but an append between them waits for the readers before it, and those behind wait for it."""
     cache = bench.create(3)

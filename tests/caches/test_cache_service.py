@@ -160,6 +160,15 @@ def test_messages_without_tensors_are_short(caller: Caller) -> None:
     caller.delete(long[:-1000])
 
 
+def test_any_number_of_names_may_be_deleted(caller: Caller) -> None:
+    """More than there may be caches: some may be gone, or another server's."""
+    name = caller.create()
+    caller.delete(*(f"nobody-{number}" for number in range(20_000)), name)
+    with pytest.raises(grpc.RpcError) as caught:
+        caller.get(name)
+    assert failure(caught.value)[0] is grpc.StatusCode.NOT_FOUND
+
+
 def test_names_cannot_be_guessed(caller: Caller) -> None:
     """24 characters from an alphabet of 64, none of which is nearly the same in all names."""
     names = [caller.create() for _ in range(200)]

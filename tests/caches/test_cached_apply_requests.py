@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_named(client: Client, cached_server: Server) -> No
         (ours | {"input": ids(2, 2)}, "caches"),
         (ours | {"input": ids(1 << 20, 0)}, "caches"),
         (ours | {"query_offset": offset}, "query_offset"),
-        (ours | {"alignment": pb.ALIGNMENT_BOTTOM_RIGHT}, "alignment"),
+        (ours | {"alignment": pb.ALIGNMENT_TOP_LEFT}, "alignment"),
         (ours | {"causal": True}, "causal"),
         (ours | {"input": ids(33)}, "input"),
         (ours | {"layer": "bert"}, "caches"),
@@ -97,6 +97,20 @@ def test_what_does_not_fit_is_named(client: Client, cached_server: Server) -> No
     assert gone.error.code == grpc.StatusCode.NOT_FOUND.value[0]
     assert set(good.info().lengths) == {0}
     for cache in (good, *wrong):
+        cache.delete()
+
+
+def test_positions_go_on_which_is_bottom_right(client: Client, cached_server: Server) -> None:
+    caches = [create_cache(client, "gpt2") for _ in range(2)]
+    requests = [
+        pb.ApplyRequest(layer="gpt2", input=ids(2), caches=[reference(cache)], alignment=alignment)
+        for cache, alignment in zip(caches, (pb.ALIGNMENT_UNSPECIFIED, pb.ALIGNMENT_BOTTOM_RIGHT), strict=True)
+    ]
+    requests[1].input.CopyFrom(requests[0].input)
+    first, second = replies(cached_server, requests)
+    assert first.apply.output == second.apply.output
+    assert first.apply.output.data
+    for cache in caches:
         cache.delete()
 
 

@@ -287,6 +287,23 @@ def test_numbers_make_a_layer_each(directory: Path) -> None:
     assert layer.parameters["score.weight"].tensor == "2.square"
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "key", "expected"),
+    [
+        ("layer", '"0-1"', "name", "{n} in it, for there are several numbers"),
+        ("layer/{n}", '"1,1"', "numbers", "each number once"),
+        ("layer", "[1, 1]", "numbers", "each number once"),
+        ("layer", "true", "numbers", "numbers"),
+        ("layer", '"1-0"', "numbers", "numbers"),
+    ],
+)
+def test_numbers_that_make_no_layers(directory: Path, name: str, numbers: str, key: str, expected: str) -> None:
+    text = 'file = "file.safetensors"\nkind = "general"\nparameters = { score.weight = "1.square" }\n'
+    (defect,) = wrong(directory, f'name = "{name}"\nnumbers = {numbers}\n{text}')
+    assert defect.parameter == key
+    assert expected in defect.expected
+
+
 def test_dtypes(directory: Path) -> None:
     text = 'name = "a"\nfile = "mixed.safetensors"\nkind = "general"\n'
     (half,) = define(directory, text + 'parameters.score.weight = "half"')

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.errors import (
+    LIMIT_EXCEEDED,
+    DeadlineUnreachable,
     InvalidRequest,
     Overloaded,
     RequestError,
@@ -35,3 +38,21 @@ def test_what_travels_is_the_status_however_often_it_is_told(make: Callable[[], 
     for _ in range(2):
         error = make()
         assert Status.FromString(error.encoded_status()) == error.status()
+
+
+@pytest.mark.parametrize(("field", "violations"), [("query.shape", ["query.shape"]), ("", [])])
+def test_a_field_is_named_where_one_is_at_fault(field: str, violations: list[str]) -> None:
+    error = InvalidRequest(field, "at most 5 FLOPs", 6, LIMIT_EXCEEDED, limit="max_request_flops")
+    info, *rest = error.details()
+    assert isinstance(info, ErrorInfo)
+    assert dict(info.metadata) == {"limit": "max_request_flops"} | ({"field": field} if field else {})
+    named = [details.field_violations[0].field for details in rest if isinstance(details, BadRequest)]
+    assert named == violations
+
+
+@pytest.mark.parametrize(
+    ("needed", "left", "said"),
+    [(1.5, 0.25, "1.5 s, and 0.25 s"), (2e-5, 1e-6, "2e-05 s, and 1e-06 s"), (0.5, -1e-9, "0.5 s, and 0 s")],
+)
+def test_times_are_told_however_short(needed: float, left: float, said: str) -> None:
+    assert said in DeadlineUnreachable(needed, left).message
