@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from time import monotonic, perf_counter
 
-import decoders
 import numpy as np
 import pytest
 import torch
@@ -30,11 +28,12 @@ from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.errors import OutOfMemory, RequestError
+from attnserve_server.errors import InvalidRequest, OutOfMemory, RequestError
 from attnserve_server.kernels import AttentionCall, AttentionResult
 from attnserve_server.layers.cached_request import CachedLayerRequest, read_apply
 from attnserve_server.layers.registry import Registry
-from attnserve_server.layers.transformer import TransformerLayer
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.problem import PAIR_COST
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -75,14 +74,14 @@ class Bench:
     def create(self) -> Cache:
         return self.host.store.create(SHAPE, None, monotonic(), None, b"")
 
-    def read(self, *caches: Cache, tokens: int) -> CachedLayerRequest:
+    def read(self, *caches: Cache, tokens: int, limits: RequestLimits = LIMITS) -> CachedLayerRequest:
         shape = (len(caches), tokens)
         ids = tensor_pb2.Tensor(
             dtype="DATA_TYPE_INT64", shape=shape, data=(np.arange(len(caches) * tokens) % VOCABULARY).tobytes()
         )
         references = [pb.CacheReference(name=cache.name) for cache in caches]
         message = pb.ApplyRequest(layer="gpt2", input=ids, caches=references).SerializeToString()
-        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message), LIMITS)
+        request = read_apply(self.host, self.registry, anybody("here"), message, 0, len(message), limits)
         assert isinstance(request, CachedLayerRequest)
         return request
 
@@ -163,19 +162,25 @@ async def test_resident_keys_cost(bench: Bench) -> None:
     request = bench.read(cache, tokens=3)
     assert waiting.cost == request.cost, "what has been admitted before it is counted in already"
     assert request.flops - empty.flops == BLOCKS * 3 * 10 * HEADS * 2 * (2 * WIDTH // HEADS)
-    assert request.cost - empty.cost == request.flops - empty.flops
+    assert request.cost - empty.cost == BLOCKS * 3 * 10 * HEADS * PAIR_COST, "which is more, as its heads are narrow"
     assert request.query_tokens == 3
     assert request.needs == [cache.name]
 
 
-async def test_resident_keys_beyond_a_window_cost_nothing(bench: Bench, tmp_path: Path) -> None:
-    decoders.write_mistral(tmp_path)
-    registry = registry_of(bench.device, tmp_path)
-    await registry.load(decoders.MISTRAL, ["mistral"])
-    layer = registry.get("mistral").layer
-    assert isinstance(layer, TransformerLayer)
-    costs = [layer.resident_flops([3], [resident]) for resident in (1, decoders.WINDOW - 1, decoders.WINDOW, 10**6)]
-    assert costs[0] * (decoders.WINDOW - 1) == costs[1] == costs[2] == costs[3] > 0
+async def test_resident_keys_count_towards_the_most_that_a_request_may_cost(bench: Bench) -> None:
+    """On arrival, with what is queued before it, and in its turn, with what has been appended meanwhile."""
+    cache = bench.create()
+    await bench.output(cache, tokens=10)
+    weighed = bench.read(cache, tokens=3)
+    most = weighed.applied.extent.weighed + weighed.resident.weighed
+    assert bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most)).cost == weighed.cost
+    with pytest.raises(InvalidRequest, match=rf"at most {most - 1} FLOPs \(max_request_flops\)"):
+        bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most - 1))
+    request = bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most))
+    request.count_over([10])
+    with pytest.raises(InvalidRequest, match="max_request_flops"):
+        request.count_over([11])
+    assert request.cost == weighed.cost
 
 
 async def test_no_room_is_foreseen(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attnserve_server.devices.cpu import CpuDevice
-from attnserve_server.layers.cost import flops
+from attnserve_server.layers.cost import cost_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import Attention, Dtype, Rotary
@@ -362,4 +362,4 @@ def test_flops_are_those_of_the_products(lengths: list[tuple[int, int]], causal:
     architecture = make.attention(12, 3, contexts=10, outputs=7, head_dim=4, value_dim=5, causal=causal)
     queries, keys = [n for n, _ in lengths], [s for _, s in lengths]
     counted = sum(2 * n * (12 * 12 + 15 * 7) + 2 * s * 10 * (12 + 15) + 2 * n * s * 3 * (4 + 5) for n, s in lengths)
-    assert flops(architecture, queries, keys) == counted
+    assert cost_of(architecture, queries, keys).flops == counted

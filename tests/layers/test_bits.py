@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
-from attnserve_server.layers import cost, product
+from attnserve_server.layers import product
+from attnserve_server.layers.cost import cost_of
 from attnserve_server.layers.layer import Layer, LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import (
@@ -193,7 +194,7 @@ def test_work_that_is_divided_among_threads(devices: Devices, dtype: Dtype, leng
     layers = layers_of(architecture, devices, dtype)
     requests = [make.packed(*(make.random_rows(length, 128, length, dtype) for length in each)) for each in lengths]
     small = make.packed(make.random_rows(5, 128, 0, dtype))
-    assert cost.flops(architecture, [5], None) < SPLIT_FLOPS < cost.flops(architecture, [700], None)
+    assert cost_of(architecture, [5], None).flops < SPLIT_FLOPS < cost_of(architecture, [700], None).flops
     assert_batch_invariant(layers, [small, *requests, small])
 
 

@@ -19,6 +19,9 @@ from attnserve_server.errors import InvalidRequest
 from attnserve_server.layers import extent
 from attnserve_server.layers.registry import Registry
 from attnserve_server.layers.request import LayerRequest
+from attnserve_server.requests.extent import CALL_COST
+from attnserve_server.requests.limits import RequestLimits
+from attnserve_server.requests.problem import WRITTEN_OUT_PAIR_COST
 from attnserve_server.requests.work import Phases
 
 NO_TIME = Phases(0, 0, 0, 0, 0)
@@ -78,11 +81,39 @@ async def test_what_contents_say_is_not_remembered(registry: Registry, name: str
 
 async def test_limits_hold_for_what_is_remembered(registry: Registry) -> None:
     """A refusal is never remembered as accepted, nor is a request that one limit refuses accepted by another."""
-    flops = read_layer_request(registry, message()).flops
+    extent = read_layer_request(registry, message()).extent
+    most = extent.weighed
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="FLOPs"):
-            read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=flops - 1))
-    assert read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=flops)).flops == flops
+            read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=most - 1))
+    allowed = read_layer_request(registry, message(), limits=replace(LIMITS, max_request_flops=most))
+    assert allowed.extent.weighed == most
+    assert most == WRITTEN_OUT_PAIR_COST * len(X) ** 2 + 2 * len(X) * WIDTH * WIDTH > extent.flops
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        (replace(LIMITS, max_elements=2 * X.size - 1), "max_elements"),
+        (replace(LIMITS, max_rank=2), "max_rank"),
+        (replace(LIMITS, max_sequences=1), "max_sequences"),
+    ],
+)
+async def test_tensors_are_within_limits(registry: Registry, limits: RequestLimits, limit: str) -> None:
+    """Whether or not such a request has come before."""
+    buffer = message(rows=np.stack([X, X]))
+    enough = replace(LIMITS, max_elements=2 * X.size, max_rank=3, max_sequences=2)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as caught:
+            read_layer_request(registry, buffer, limits=limits)
+        assert (caught.value.field, caught.value.reason) == ("input.shape", "LIMIT_EXCEEDED")
+        assert caught.value.metadata["limit"] == limit
+    assert read_layer_request(registry, buffer, limits=enough).query_tokens == 2 * len(X)
+
+
+async def test_calls_cost_for_each_sequence(registry: Registry) -> None:
+    request = read_layer_request(registry, message(rows=np.stack([X] * 3)))
+    assert request.cost == request.extent.weighed + 3 * CALL_COST
 
 
 async def test_no_more_is_remembered_than_there_is_room_for(

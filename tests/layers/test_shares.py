@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
 from attnserve_server.devices.division import UNEVEN, even_shares, shares
-from attnserve_server.layers import cost
+from attnserve_server.layers.cost import cost_of
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 
 EACH = SPLIT_FLOPS
@@ -119,7 +119,7 @@ def test_replies_do_not_depend_on_it(devices: dict[int, CpuDevice], dtype: make.
     requests = [
         make.packed(make.random_rows(length, 128, seed, dtype)) for seed, length in enumerate((90, 100, 1, 80, 110, 3))
     ]
-    costs = [cost.flops(architecture, request.lengths, None) for request in requests]
+    costs = [cost_of(architecture, request.lengths, None).flops for request in requests]
     assert sum(costs) > SPLIT_FLOPS
     alone = [make.run(layer, request)[0] for request in requests]
     devices[2].take_kernel_calls()

@@ -25,6 +25,7 @@ from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.kernels import part_of
+from attnserve_server.layers.cost import Cost, resident_cost
 from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.request import LayerRequest, layer_request_of, run_layer
@@ -55,8 +56,8 @@ class CachedLayerRequest(CacheWork):
     decoder: TransformerLayer
     mask: torch.Tensor | None
     limits: RequestLimits
-    resident_flops: int = field(default=0, init=False)
-    """The operations over the tokens that the caches held before it."""
+    resident: Cost = field(default=Cost(0, 0), init=False)
+    """What attending to the tokens costs that the caches have before it."""
 
     @property
     def appended_field(self) -> str:
@@ -86,12 +87,12 @@ class CachedLayerRequest(CacheWork):
     @property
     def flops(self) -> int:
         """Its floating-point operations."""
-        return self.applied.flops + self.resident_flops
+        return self.applied.flops + self.resident.flops
 
     @property
     def cost(self) -> int:
         """Its cost in FLOPs: its operations, and the overhead of its kernel calls."""
-        return self.applied.cost + self.resident_flops
+        return self.applied.cost + self.resident.weighed
 
     @property
     def query_tokens(self) -> int:
@@ -114,9 +115,10 @@ class CachedLayerRequest(CacheWork):
 
     def count_over(self, resident: Sequence[int]) -> None:
         """Counts its cost over caches that hold this many tokens before it. Raises InvalidRequest."""
-        resident_flops = self.decoder.resident_flops(self.applied.extent.lengths, resident)
-        self.limits.check_flops(self.applied.flops + resident_flops)
-        self.resident_flops = resident_flops
+        extent, hides = self.applied.extent, self.mask is not None
+        cost = resident_cost(self.decoder.architecture, extent.lengths, resident, hides=hides)
+        self.limits.check_flops(extent.weighed + cost.weighed)
+        self.resident = cost
 
     def fit(self, longest: int) -> None:
         """Sets where the inputs begin. Raises FailedPrecondition if a cache has layers of different lengths, and

@@ -12,16 +12,15 @@ from typing import Final
 
 from attnserve import _dtypes
 from attnserve_server.errors import InvalidRequest
-from attnserve_server.layers import cost
 from attnserve_server.layers.application import PER_SEQUENCE, Application
 from attnserve_server.layers.checks import check_asked
+from attnserve_server.layers.cost import cost_of
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.layer import Layer
 from attnserve_server.layers.outline import Outline
 from attnserve_server.requests.extent import CALL_COST
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import read_offsets
-from attnserve_server.requests.problem import ADDITIVE
 from attnserve_server.requests.tensors import check_lengths, check_masks, read_integers
 
 MOST_KEPT: Final = 1024
@@ -42,6 +41,8 @@ class Extent:
     longest_keys: int
     query_tokens: int
     flops: int
+    weighed: int
+    """The FLOPs, in operations of plain attention."""
     cost: int
     reply_bytes: int
     plan: Plan | None
@@ -54,8 +55,6 @@ class Extents:
     def __init__(self, layer: Layer, outline: Outline) -> None:
         self._layer = layer
         self._outline = outline
-        self._weight = ADDITIVE if layer.specification.kind == "additive" else 1
-        """The cost of an operation, relative to plain attention."""
         self._known: dict[Application, Extent] = {}
 
     def of(
@@ -83,9 +82,14 @@ class Extents:
         if application.context_length is not None:
             _check_width("context", application, layer.context_width)
         lengths, context_lengths, offsets = _read_lengths(application, payloads)
-        flops = cost.flops(specification.architecture, lengths, context_lengths)
-        weighted = flops * self._weight
-        limits.check_flops(weighted)
+        cost = cost_of(
+            specification.architecture,
+            lengths,
+            context_lengths,
+            scores=application.options.return_scores is not None,
+            hides=not application.tensors.keys().isdisjoint(("mask", "bias")),
+        )
+        limits.check_flops(cost.weighed)
         if not application.resident:
             own_keys = specification.kind == "transformer"
             keys = lengths if context_lengths is None or own_keys else context_lengths
@@ -104,8 +108,9 @@ class Extents:
             offsets=offsets,
             longest_keys=longest_keys,
             query_tokens=sum(lengths),
-            flops=flops,
-            cost=weighted + CALL_COST * max(1, layer.blocks) * len(lengths),
+            flops=cost.flops,
+            weighed=cost.weighed,
+            cost=cost.weighed + CALL_COST * max(1, layer.blocks) * len(lengths),
             reply_bytes=_reply_bytes(application, layer, longest_keys),
             plan=self._layer.plan(application, lengths),
         )

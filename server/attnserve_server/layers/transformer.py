@@ -37,7 +37,7 @@ class TransformerLayer:
         compute: Compute,
     ) -> None:
         self.specification = specification
-        self._architecture = architecture
+        self.architecture = architecture
         self._compute = compute
         self._dtype = getattr(torch, specification.dtype)
         self._embedding = None
@@ -66,15 +66,8 @@ class TransformerLayer:
     @property
     def end_of_positions(self) -> int | None:
         """One beyond the last position that has an embedding; None if every position has one."""
-        embedding = self._architecture.embedding
+        embedding = self.architecture.embedding
         return None if embedding is None else embedding.end_of_positions
-
-    def resident_flops(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> int:
-        """The additional cost of sequences that continue this many resident keys each, those within a window."""
-        left, _ = self._architecture.block.self_attention.window
-        reached = resident_lengths if left < 0 else [min(keys, left) for keys in resident_lengths]
-        pairs = sum(length * keys for length, keys in zip(lengths, reached, strict=True))
-        return pairs * sum(step.attention.scoring.pair_flops for step in self._steps if not step.crossed)
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
         """None: requests are computed on tensors."""
@@ -149,7 +142,7 @@ class TransformerLayer:
 
     def _batch(self, inputs: Sequence[LayerInput]) -> Batch:
         """The requests, ordered for self-attention first, then for cross-attention."""
-        block = self._architecture.block
+        block = self.architecture.block
         own, cross = block.self_attention, block.cross_attention
         kinds = [[kind for each in inputs for kind in kinds_of(each, own.causal, own.window, own_keys=True)]]
         if cross is not None:
@@ -159,7 +152,7 @@ class TransformerLayer:
 
     def _resident_attention(self, batch: Batch, residents: Residents) -> ResidentAttention:
         """Self-attention, which is the same in all blocks but for the weights."""
-        window, scoring = self._architecture.block.self_attention.window, self._steps[0].attention.scoring
+        window, scoring = self.architecture.block.self_attention.window, self._steps[0].attention.scoring
         return ResidentAttention(self._compute, batch, residents, scoring, window)
 
     def _rotations(self, batch: Batch, crossed: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
