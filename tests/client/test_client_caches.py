@@ -142,6 +142,9 @@ def test_what_is_created(client: Any, keeper: Keeper, dtype: Any) -> None:
     assert (cache.value_dim, cache.layers, cache.dtype, cache.ttl) == (32, 2, str(dtype), 0.25)
     sent = keeper.asked[-1][1]
     assert (sent.dtype, sent.ttl.ToMilliseconds()) == (tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}".upper()), 250)
+    for ttl, nanoseconds in ((1e-12, 1), (315576000000, 315576000000 * 10**9)):
+        client.create_cache(H, D, ttl=ttl)
+        assert keeper.asked[-1][1].ttl.ToNanoseconds() == nanoseconds
     fork = cache.fork(ttl=9)
     assert (fork.ttl, fork.value_dim, fork.lengths) == (9.0, 32, (0, 0))
     client.create_cache(1, 1)

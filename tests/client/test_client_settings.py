@@ -116,6 +116,12 @@ def test_the_callers_channel_options_win() -> None:
     assert options["grpc.max_receive_message_length"] == -1
 
 
+@pytest.mark.parametrize(("address", "milliseconds"), [("host:1", 5000), ("dns:///host:1", 1000)])
+def test_the_only_server_has_longer_to_connect_than_one_of_several(address: str, milliseconds: int) -> None:
+    options = dict(settings_of(address).channel_options("10.0.0.1:1"))
+    assert options["grpc.min_reconnect_backoff_ms"] == milliseconds
+
+
 @pytest.mark.parametrize(("given", "taken"), [(np.float32(3), 3.0), (7, 7.0), (1e300, None), (None, None)])
 def test_a_timeout_is_a_number_of_seconds(given: Any, taken: float | None) -> None:
     assert settings_of("host:1", timeout=given).timeout == taken

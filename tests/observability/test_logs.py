@@ -14,6 +14,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from grpc._cython import cygrpc
 
 from attnserve_server.observability import logs
+from attnserve_server.observability.rate_limit import RateLimit
 
 
 @pytest.fixture
@@ -136,6 +137,13 @@ def test_what_goes_wrong_again_and_again_is_written_a_few_times(monkeypatch: pyt
     assert failed[int(logs.BURST)]["left_out"] == 1000 - logs.BURST
     assert sum("else" in line["message"] for line in lines) == 1
     assert sum("well" in line["message"] for line in lines) == 100
+
+
+def test_lines_that_nobody_wrote_are_not_saved_up() -> None:
+    limit = RateLimit(rate=5.0, burst=20.0, now=0.0)
+    for now in (0.0, 3600.0):
+        assert sum(limit.take(now) for _ in range(1000)) == 20
+    assert limit.left_out == 2 * 980
 
 
 @pytest.mark.usefixtures("root_logger")

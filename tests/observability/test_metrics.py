@@ -101,6 +101,15 @@ def test_batches(metrics: Metrics) -> None:
     assert value(metrics, "attnserve_kernel_calls_total", kernel="math") == 1
 
 
+def test_what_layers_computed_is_counted_by_their_names(metrics: Metrics) -> None:
+    metrics.layer_batch("one", 2, 30, 500.0)
+    metrics.layer_batch("other", 1, 7, 50.0)
+    metrics.layer_batch("one", 3, 4, 5.0)
+    for layer, counts in (("one", [5, 34, 505]), ("other", [1, 7, 50])):
+        names = [f"attnserve_layer_{name}_total" for name in ("requests", "tokens", "flops")]
+        assert [value(metrics, name, layer=layer) for name in names] == counts
+
+
 def test_what_did_not_run_is_counted_by_reason(metrics: Metrics) -> None:
     for reason in declared.REJECTIONS:
         metrics.rejected(reason)
@@ -343,6 +352,23 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store.delete(fork)
     assert read("cache_deletions_total") == 1
     assert pool() == [10, 0, 0]
+
+
+def test_what_happens_to_caches_is_counted_by_kind(metrics: Metrics) -> None:
+    store = store_of(100)
+    metrics.watch_caches(store, lambda: 0.0)
+    caches = [store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=0.0) for _ in range(6)]
+    forks = [store.fork(caches[0], None, 0.0) for _ in range(5)]
+    for cache in caches[:4]:
+        reservation = store.reserve([(cache, 0, 9)], 0.0)
+        store.place(reservation, 0.0)
+        store.cancel(reservation)
+    for cache in caches[:3]:
+        store.truncate(cache, 4)
+    for cache in forks[:2]:
+        store.delete(cache)
+    names = ("creations", "forks", "appends", "appended_tokens", "truncations", "deletions")
+    assert [value(metrics, f"attnserve_cache_{name}_total") for name in names] == [6, 5, 4, 36, 3, 2]
 
 
 def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> None:

@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.tokens import digest, format_hash, new_token
 from attnserve_server.errors import Cancelled, ComputationFailed, InvalidRequest, RequestError
-from attnserve_server.observability.refusals import BURST, LINES_PER_SECOND, Refusals
+from attnserve_server.observability.refusals import BURST, LINES_PER_SECOND, MAX_ID, Refusals, request_id
 from attnserve_server.rpc.services import CONNECTION_STREAMS
 
 if TYPE_CHECKING:
@@ -111,6 +111,10 @@ async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], m
     for _ in range(100):  # turns of the event loop, in one of which the timer fires
         await asyncio.sleep(0)
     assert (len(lines), lines[-1].left_out) == (BURST + 1, 7)
+
+
+def test_long_request_ids_are_cut_off() -> None:
+    assert request_id("rpc", [("other", "x"), ("x-request-id", "y" * 1000)]) == "y" * MAX_ID
 
 
 def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:

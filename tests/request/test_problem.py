@@ -150,6 +150,7 @@ def test_work_of_which_few_queries_share_the_reading_of_a_key_is_another_kind() 
     rows, lengths = np.zeros((64, 4, 8), np.float32), np.full(16, 4)
     packed = messages.attend(rows, rows, rows, layout=pb.LAYOUT_PACKED, query_lengths=lengths, kv_lengths=lengths)
     assert messages.read(packed).problem.kind == kinds[1], "4 queries a sequence"
+    assert kind(4, batch=16) == kinds[1], "sequences do not share keys"
 
 
 @pytest.mark.parametrize("hides", [{}, {"mask": np.ones((3, 3), bool)}, {"bias": np.zeros((3, 3), np.float32)}])

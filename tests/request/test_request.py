@@ -16,7 +16,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests import request as rooms
-from attnserve_server.requests.extent import Span
+from attnserve_server.requests.extent import CALL_COST, Span
+from attnserve_server.requests.problem import HEAD_COST, KEY_COST, ROW_COST
 from attnserve_server.settings.config import Config
 
 FAR = 2**40
@@ -204,6 +205,34 @@ def test_the_effort_of_a_query_that_reads_more_than_it_computes_is_what_it_reads
     read = 1000 * 2 * (64 + 64) * item_bytes
     assert alone.flops < alone.effort == read
     assert many.effort == many.flops == 16 * alone.flops
+
+
+def test_the_effort_of_narrow_heads_is_what_their_rows_and_keys_take() -> None:
+    def effort(keys: int, batch: int = 1, **fields: Any) -> int:
+        message = messages.random_attend(0, 1, kv_length=keys, heads=4, kv_heads=4, width=1, batch=batch, **fields)
+        return messages.read(message).effort
+
+    of_keys = 4 * (KEY_COST * 1000 + HEAD_COST)
+    assert effort(1000) == 4 * ROW_COST + of_keys
+    assert effort(2000) - effort(1000) == 4 * KEY_COST * 1000
+    assert effort(2000, window=pb.Window(left=999, right=0), query_offset=ints(1500)) == effort(1000), (
+        "beyond its reach, keys take nothing"
+    )
+    assert effort(2000, 5, window=pb.Window(left=999, right=0), query_offset=ints(1500)) == 5 * effort(1000)
+
+
+def test_each_call_of_a_kernel_costs() -> None:
+    def calls(message: pb.AttendRequest) -> float:
+        request = messages.read(message)
+        return (request.cost - request.effort) / CALL_COST
+
+    slopes, padded = np.ones(8, np.float32), {"kv_length": 4, "batch": 4, "width": 64, "heads": 8}
+    assert calls(messages.random_attend(0, 3, **padded)) == 0, "any number of such requests is one call"
+    assert calls(messages.random_attend(0, 3, alibi_slopes=slopes, **padded)) == 1
+    assert calls(messages.random_attend(0, 3, kv_lengths=ints(1, 4, 2, 2), **padded)) == 3
+    rows = np.zeros((7, 4, 64), np.float32)
+    lengths = {"query_lengths": ints(1, 3, 2, 1), "kv_lengths": ints(1, 2, 2, 2)}
+    assert calls(messages.attend(rows, rows, rows, layout=pb.LAYOUT_PACKED, **lengths)) == 4
 
 
 def test_what_has_no_queries_costs_nothing() -> None:

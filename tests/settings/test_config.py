@@ -131,6 +131,7 @@ def test_values_have_their_units() -> None:
         ("advertise_address", "0.0.0.0:8001"),
         ("advertise_address", "[::]:8001"),
         ("advertise_address", "host:0"),
+        ("advertise_address", "10.0.0.1:0"),
     ],
 )
 def test_a_wrong_value_is_refused_and_named(name: str, text: str) -> None:
