@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import urllib.request
 
 import pytest
+from conftest import Server
 from rich.console import Console
 
 from attnserve._commands.reading import Reading
@@ -125,3 +128,35 @@ def test_the_address_stands_apart_from_the_version(port: int) -> None:
     """Even if the two fill the line, and the version goes on in the next."""
     address = f"http://127.0.0.1:{port}/metrics"
     assert f"{address}  " in text(figures(reading(0, 0), reading(1, 1)), address=address)
+
+
+def test_what_is_shown_is_there(server: Server) -> None:
+    """Every metric that is asked for is one of a server's; only those with a GPU have its memory."""
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics") as reply:
+        page = reply.read().decode()
+    asked: set[str] = set()
+
+    class Asked(Reading):
+        """Notes the names of the samples that are asked for."""
+
+        def total(self, name: str, **labels: str) -> float:
+            asked.add(name)
+            return super().total(name, **labels)
+
+        def labels(self, name: str) -> dict[str, str]:
+            asked.add(name)
+            return super().labels(name)
+
+        def by(self, name: str, label: str) -> dict[str, float]:
+            asked.add(name)
+            return super().by(name, label)
+
+        def quantile(self, q: float, name: str, **labels: str) -> float:
+            asked.add(name)
+            return super().quantile(q, name, **labels)
+
+    figures(Asked.parse(page), Asked.parse(page))
+    there = set(re.findall("^# TYPE ([^ ]+) ", page, re.MULTILINE))
+    missing = {name for name in asked if re.sub("_(count|sum)$", "", name) not in there}
+    assert missing == {"attnserve_device_memory_bytes"}
+    assert len(asked) > 25
