@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
 
+import grpc
 import numpy as np
 import pytest
 from askers import Transport, arrays, transport
+from cache_keeper import Keeper, Refusal
 from calls import until
 from dam import Dam
 
-from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
+from attnserve import (
+    AsyncClient,
+    AttnServeError,
+    Client,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from attnserve._servers import replicas
 
 if TYPE_CHECKING:
@@ -21,6 +34,12 @@ if TYPE_CHECKING:
 
 
 __all__ = ["transport"]
+
+OK: Final = grpc.StatusCode.OK
+INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
+DENIED: Final = grpc.StatusCode.PERMISSION_DENIED
+LATE: Final = grpc.StatusCode.DEADLINE_EXCEEDED
+UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.fixture
@@ -145,6 +164,57 @@ async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: S
                 await in_tasks_too.caches.delete(opened.name)
         with pytest.raises(NotFoundError):
             alone.caches.get(made[1].name)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((INVALID, OK, OK), InvalidRequestError),
+        ((OK, INVALID, DENIED), PermissionDeniedError),
+        ((INVALID, UNAVAILABLE, DENIED), UnavailableError),
+        ((LATE, OK, UNAVAILABLE), DeadlineExceededError),
+    ],
+)
+async def test_every_server_is_asked_to_delete_whatever_others_answer(
+    codes: Sequence[grpc.StatusCode], expected: type[AttnServeError]
+) -> None:
+    """In portions, the further ones of which are not sent to a server that refuses one."""
+    portions: list[list[int]] = [[] for _ in codes]
+
+    def answering(index: int) -> Callable[[Any], object]:
+        def answer(request: Any) -> None:
+            portions[index].append(len(request.names))
+            if codes[index] is not OK:
+                raise Refusal(codes[index])
+
+        return answer
+
+    names = [f"name-{number}" for number in range(1001)]
+    with ExitStack() as stack:
+        addresses = []
+        for index in range(len(codes)):
+            keeper = Keeper()
+            keeper.before["Delete"] = answering(index)
+            addresses.append(stack.enter_context(keeper.serve()))
+        with Client(addresses, retries=0) as client, pytest.raises(expected):
+            client.caches.delete(names)
+        async with AsyncClient(addresses, retries=0) as in_tasks_too:
+            with pytest.raises(expected):
+                await in_tasks_too.caches.delete(names)
+    assert portions == [[500, 500, 1] * 2 if code is OK else [500] * 2 for code in codes]
+
+
+async def test_as_many_caches_are_deleted_as_are_named(start_server: Callable[..., Server]) -> None:
+    """By a server that takes no message with all their names."""
+    server = start_server("--device", "cpu", "--max-message-bytes", "32KiB")
+    names = [f"a-name-of-no-cache-{number:05}" for number in range(3000)]
+    with Client(server.address) as client:
+        made = [client.create_cache(2, 8) for _ in range(2)]
+        client.caches.delete([*names, made[0].name])
+        assert [info.name for info in client.caches.list()] == [made[1].name]
+        async with AsyncClient(server.address) as in_tasks_too:
+            await in_tasks_too.caches.delete([made[1].name, *names])
+        assert not client.caches.list()
 
 
 def test_a_home_is_left_when_its_caches_are_no_longer_used(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attnserve._client import Client
 
 _OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
-"""Errors of one server that do not stop the others from being asked."""
+"""Errors of one server by which nothing is known of what it has."""
 
 
 class Cache(Handle):
@@ -252,18 +252,20 @@ class Caches:
         return find(self._calls, name, timeout)[0]
 
     def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
-        an error, raised once all others have been asked.
+        """Deletes caches, by one name, several or none. Names of no cache are ignored.
+
+        Many names are sent in portions of 500, each with the `timeout`. Every server is asked, whatever others answer.
+        If a portion fails at a server, its further ones are not sent there, and once all other servers have been asked,
+        the error is raised: of several, the first that says that one is out of reach, or else the last.
         """
-        names = arguments.names("names", names)
-        if not names:
+        if not (portions := cache_requests.deletions(names)):
             return
-        rpc = cache_requests.delete(names)
         failures: list[AttnServeError] = []
         for home in self._calls.servers.homes(self._calls.seconds(timeout)):
             try:
-                self._calls.ask(rpc, timeout, home)
-            except _OUT_OF_REACH as error:
+                for rpc in portions:
+                    self._calls.ask(rpc, timeout, home)
+            except AttnServeError as error:  # the server's other portions might each take the timeout, too
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
@@ -291,18 +293,17 @@ class AsyncCaches:
         return (await find_soon(self._calls, name, timeout))[0]
 
     async def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Deletes caches, by one name, several or none. Names of no cache are ignored; a server that is out of reach is
-        an error, raised once all others have been asked.
+        """Deletes caches, by one name, several or none, as `Caches.delete` does: every server is asked, whatever others
+        answer.
         """
-        names = arguments.names("names", names)
-        if not names:
+        if not (portions := cache_requests.deletions(names)):
             return
-        rpc = cache_requests.delete(names)
         failures: list[AttnServeError] = []
         for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
             try:
-                await self._calls.ask(rpc, timeout, home)
-            except _OUT_OF_REACH as error:
+                for rpc in portions:
+                    await self._calls.ask(rpc, timeout, home)
+            except AttnServeError as error:  # the server's other portions might each take the timeout, too
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
@@ -333,5 +334,5 @@ async def find_soon(calls: task_calls.Calls, name: str, timeout: Timeout) -> tup
 
 
 def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
-    """The error to raise if none of the servers asked did it: that one is out of reach, if one is."""
-    return next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[-1])
+    """The error to raise of those of several servers: that one is out of reach, if one is."""
+    return next((failure for failure in failures if isinstance(failure, _OUT_OF_REACH)), failures[-1])

@@ -50,6 +50,9 @@ _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
 _SHOWN: Final = 4
 """The characters of a cache's name that are shown, of 24: enough to tell one's own caches apart, not to open one."""
 
+_PORTION: Final = 500
+"""How many names one request to delete has at most: 13 KB of those that servers give."""
+
 AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
 
 _LENGTH_AXES: Final[dict[Any, int]] = {"heads_first": 1, "length_first": 0}
@@ -204,10 +207,16 @@ def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
     return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse, _pool)
 
 
-def delete(names: Names) -> Rpc[pb.CacheServiceDeleteResponse, None]:
-    """Deletes caches."""
-    request = pb.CacheServiceDeleteRequest(names=arguments.names("names", names))
+def delete(names: Sequence[str]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
+    """Deletes caches, in one request."""
+    request = pb.CacheServiceDeleteRequest(names=names)
     return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+
+
+def deletions(names: Names) -> list[Rpc[pb.CacheServiceDeleteResponse, None]]:
+    """Deletes caches, in as many requests as it takes: servers bound the length of messages, and may bound names."""
+    every = arguments.names("names", names)
+    return [delete(every[first : first + _PORTION]) for first in range(0, len(every), _PORTION)]
 
 
 def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
