@@ -49,10 +49,10 @@ def status(code: grpc.StatusCode) -> Status:
     return Status(code=code.value[0], message="because")
 
 
-def full(bound: str, delay: float | None) -> Status:
+def full(bound: str, delay: float | None, reason: str = "OVERLOADED") -> Status:
     """The status of a server that has no room, as far as a bound says, for some seconds."""
     found = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
-    found.details.add().Pack(error_details_pb2.ErrorInfo(reason="OVERLOADED", metadata={"bound": bound}))
+    found.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, metadata={"bound": bound}))
     if delay is not None:
         again = error_details_pb2.RetryInfo()
         again.retry_delay.FromNanoseconds(round(delay * 1e9))

@@ -124,6 +124,34 @@ async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_ser
             await in_tasks_too.create_cache(2, 8)
 
 
+async def test_caches_are_made_where_the_pool_has_room(
+    start_server: Callable[..., Server], transport: Transport
+) -> None:
+    """Once a server has said that its own is full; what is asked of its caches still goes there."""
+    paged = ("--device", "cpu", "--cache-page-bytes", "4KiB", "--cache-bytes")
+    full, roomy = (start_server(*paged, size) for size in ("16KiB", "64MiB"))
+    addresses = [full.address, roomy.address]
+    query, key, value = arrays()
+    with Client(full.address) as alone, Client(addresses, transport=transport) as client:
+        for _ in range(4):  # each takes a page, of which there are four
+            alone.create_cache(2, 8).append(key, value)
+        empty = alone.create_cache(2, 8)
+        kept = client.open_cache(empty.name, address=full.address)
+        with pytest.raises(OverloadedError, match="the pool of the caches has no room"):
+            kept.attend(query, key, value)
+        made = [client.create_cache(2, 8) for _ in range(6)]
+        assert {cache.append(key, value) for cache in made} == {4}
+        assert kept.info().lengths == (0,)
+        async with AsyncClient(addresses, transport=transport) as in_tasks_too:
+            kept_too = await in_tasks_too.open_cache(empty.name, address=full.address)
+            with pytest.raises(OverloadedError, match="the pool of the caches has no room"):
+                await kept_too.append(key, value)
+            made_too = [await in_tasks_too.create_cache(2, 8) for _ in range(6)]
+            assert {await cache.append(key, value) for cache in made_too} == {4}
+            assert (await kept_too.info()).lengths == (0,)
+    assert {cache.address for cache in (*made, *made_too)} == {roomy.address}
+
+
 async def test_caches_of_one_call_are_on_one_server(start_server: Callable[..., Server]) -> None:
     """If they are not, the error says where they are; a fork is where its cache is."""
     one, other = (start_server("--device", "cpu", "--max-caches", "2") for _ in range(2))

@@ -41,6 +41,14 @@ class Fleet:
     def refuse(self, address: str, now: float, delay: float) -> None:
         self.at(address).replica.room.refused(now, error_from_status(full("requests", delay)), 1)
 
+    def fill_pool(self, address: str, now: float, delay: float) -> None:
+        error = error_from_status(full("cache_bytes", delay, "CACHE_FULL"))
+        self.at(address).replica.room.refused(now, error, 1)
+
+    def choose_for_cache(self, now: float, *tried: str) -> str | None:
+        chosen = self.replicas.choose_for_cache(tried, now)
+        return None if chosen is None else chosen.replica.address
+
 
 def test_idle_servers_take_turns_and_busy_ones_get_less() -> None:
     fleet = Fleet("a", "b", "c")
@@ -131,6 +139,27 @@ def test_a_server_that_refused_gets_no_call_until_it_should_have_room() -> None:
     fleet.refuse("a", 30.0, 1.0)
     assert set(fleet.choose(4, 30.5)) == {"a"}, "all are full"
     assert set(fleet.choose(4, 20.0 + LONGEST)) == {"a"}
+
+
+def test_a_server_whose_pool_is_full_gets_no_new_caches_until_it_should_have_room() -> None:
+    fleet = Fleet("a", "b", "c")
+    fleet.at("b").in_flight = fleet.at("c").in_flight = 5
+    assert fleet.choose_for_cache(10.0) == "a"
+    fleet.fill_pool("a", 10.0, 2.0)
+    fleet.fill_pool("a", 10.0, 1.0)
+    assert [fleet.choose_for_cache(11.9), fleet.choose_for_cache(11.9)] == ["b", "c"]
+    assert fleet.choose_for_cache(11.9, "b", "c") == "a", "there is no other"
+    assert fleet.choose_for_cache(11.9, "a", "b", "c") is None
+    assert set(fleet.choose(4, 11.9)) == {"a"}, "it has room for other calls"
+    assert fleet.choose_for_cache(12.0) == "a"
+    fleet.fill_pool("a", 20.0, 1e6)
+    fleet.refuse("b", 20.0, 1.0)
+    fleet.refuse("c", 20.0, 1.0)
+    assert fleet.choose_for_cache(20.5) == "b", "which has room for other calls soon"
+    fleet.at("b").replica.failed(20.5)
+    fleet.at("c").replica.failed(20.5)
+    assert fleet.choose_for_cache(20.6) == "a", "it has no room in its pool, but answers"
+    assert fleet.choose_for_cache(20.0 + LONGEST) == "a"
 
 
 def test_a_server_is_avoided_by_a_call_that_failed_there() -> None:

@@ -2,8 +2,9 @@
 
 In: the current addresses, and the successes and failures of each server. Out: the connection for the next call: that
 with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests, and one that
-has just refused a call gets none until it should have room, while there is another. Calls on a cache go to the server
-that holds it. Connections are opened and closed by their owner: no I/O here, but a lock.
+has just refused a call gets none until it should have room, while there is another; one whose pool was full gets no new
+caches. Calls on a cache go to the server that holds it. Connections are opened and closed by their owner: no I/O here,
+but a lock.
 """
 
 from __future__ import annotations
@@ -227,13 +228,13 @@ class Replicas(Generic[C]):
             chosen.replica.used = next(self._calls)
         return chosen
 
-    def choose_other(self, tried: Collection[str], now: float) -> C | None:
-        """The connection for a call that the servers at some addresses have not carried out; None if those are all."""
+    def choose_for_cache(self, tried: Collection[str], now: float) -> C | None:
+        """The connection for making a cache that the servers at some addresses have not made; None if those are all."""
         with self._lock:
             others = [connection for connection in self._rotation if connection.replica.address not in tried]
             if not others:
                 return None
-            chosen = min(others, key=lambda connection: self._preference(connection, now))
+            chosen = min(others, key=lambda connection: self._preference_for_cache(connection, now))
             chosen.replica.used = next(self._calls)
         return chosen
 
@@ -269,6 +270,12 @@ class Replicas(Generic[C]):
             connection.in_flight,
             replica.used,
         )
+
+    @staticmethod
+    def _preference_for_cache(connection: C, now: float) -> tuple[object, ...]:
+        """The same for a new cache: a server whose pool is full would make one, and refuse what is appended to it."""
+        rests, *others = Replicas._preference(connection, now)
+        return rests, connection.replica.room.pool_until > now, *others
 
 
 def _is_full(connection: Connection, now: float) -> bool:

@@ -27,16 +27,20 @@ _FOR_ALL: Final = frozenset(("requests", "queue_time"))
 class Room:
     """What one server says of its room. Any thread may ask; refusals may come from any thread, too."""
 
-    __slots__ = ("_refusal", "until")
+    __slots__ = ("_refusal", "pool_until", "until")
 
     def __init__(self) -> None:
         self.until = 0.0
         """Until when the server should have none, in seconds of `time.monotonic`."""
+        self.pool_until = 0.0
+        """The same of its pool, for what caches hold. Others are preferred for new caches until then."""
         self._refusal: tuple[float, float, float, OverloadedError] | None = None
         """The last refusal that holds for other calls: from when until when, from how many bytes on, and the error."""
 
     def refused(self, now: float, error: AttnServeError | None, size: int | None) -> None:
         """Notes the error that a call of so many bytes ended with, whatever it is; None if they are unknown."""
+        if isinstance(error, OverloadedError) and error.bound == "cache_bytes":
+            self.pool_until = max(self.pool_until, now + min(error.retry_delay or 0.0, LONGEST))
         delay = room_after(error)
         if delay is None:
             return

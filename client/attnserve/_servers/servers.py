@@ -130,12 +130,12 @@ class Servers(Generic[C]):
         return self._replicas.choose(time.monotonic(), avoid)
 
     def each_once(self, timeout: float | None) -> Iterator[str]:
-        """The addresses for a call that any can answer, the best first, until all have been tried. Raises what
+        """The addresses at which to try to make a cache, the best first, until all have been tried. Raises what
         `resolve` does.
         """
         self.resolve(timeout)
         tried: set[str] = set()
-        while (connection := self._replicas.choose_other(tried, time.monotonic())) is not None:
+        while (connection := self._replicas.choose_for_cache(tried, time.monotonic())) is not None:
             tried.add(connection.replica.address)
             yield connection.replica.address
 
