@@ -65,6 +65,9 @@ def test_a_token_is_not_sent_in_the_clear_to_other_machines(client_class: Any) -
         ({"token": b"text"}, "token: expected visible"),
         ({"token": "two words"}, "token: expected visible"),
         ({"token": "ümlaut"}, "token: expected visible"),
+        ({"token": "two\nlines"}, "token: expected visible ASCII characters, found others"),
+        ({"token": f"{SECRET}\n"}, "token: .*, found a line break at its end; Token\\(file=...\\) reads files$"),
+        ({"token": f"{SECRET}\r\n"}, "token: .*, found a line break at its end; Token\\(file=...\\) reads files$"),
         ({"token": Token(file="/nowhere/token")}, "token: cannot read /nowhere/token"),
     ],
 )

@@ -202,6 +202,8 @@ def _checked(token: Any) -> str:
     expected = "token: expected visible ASCII characters"
     if not isinstance(token, str) or not token:
         raise ValueError(f"{expected}, found {'none' if token == '' else type(token).__name__}")
+    if token.endswith(("\n", "\r")):
+        raise ValueError(f"{expected}, found a line break at its end; Token(file=...) reads files")
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{expected}, found others")  # never quote the token itself
     return token
