@@ -325,3 +325,21 @@ def test_the_command_lists_caches(address: str, capsys: pytest.CaptureFixture[st
     assert [set(cache) for cache in answer["caches"]] == [fields] * 2
     assert answer["caches"][1]["lengths"] == [20]
     assert (answer["caches"][0]["ttl"], answer["caches"][1]["ttl"]) == (600.0, None)
+
+
+def test_the_command_shows_short_leases(address: str, keeper: Keeper, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(address) as client:
+        for ttl in (0.25, 1.5, 9.94, 9.96, 12.6, 3600):
+            client.create_cache(1, 1, ttl=ttl)
+    for kept, left in zip(keeper.caches.values(), (100, 1020, 60, 9960, 11_500, 3_599_400), strict=True):
+        kept.info.remaining.FromMilliseconds(left)
+    assert cli.main(["caches", address]) == 0
+    told = [line.split()[-4:] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert [(ttl, left) for ttl, _, left, _ in told] == [
+        ("0.2", "0.1"),
+        ("1.5", "1.0"),
+        ("9.9", "0.1"),
+        ("10", "10"),
+        ("13", "12"),
+        ("3,600", "3,599"),
+    ]

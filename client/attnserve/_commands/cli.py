@@ -353,6 +353,11 @@ def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
         f"{max(cache.lengths, default=0):,}",
         f"{cache.bytes:,}",
         f"{cache.shared_bytes:,}",
-        "" if cache.ttl is None else f"{cache.ttl:,.0f} s",
-        "" if cache.remaining is None else f"{cache.remaining:,.0f} s",
+        _duration(cache.ttl),
+        _duration(cache.remaining),
     )
+
+
+def _duration(seconds: float | None) -> str:
+    """Seconds, with a decimal if they are few; nothing for None."""
+    return "" if seconds is None else f"{seconds:,.{int(round(seconds, 1) < 10)}f} s"
