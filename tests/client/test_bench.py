@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -85,7 +86,23 @@ def test_what_was_measured_before_an_error_is_printed(
     assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "S1", "--json"]) == 1
     out, err = capsys.readouterr()
     assert [(each["load"], each["share"]) for each in json.loads(out)] == [("S1", None)]
-    assert err.startswith(f"attnserve: {server.address}: {error}")
+    assert err.startswith(f"attnserve: {server.address}: load S1: {error}")
+
+
+def test_a_load_that_fails_is_named_and_the_others_are_measured(
+    start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here one whose messages are longer than the server takes; so is that which fills D's cache."""
+    server = start_server("--device", "cpu", "--max-message-bytes", "100KiB")
+    flags = ("--seconds", "0.05", "--rounds", "1", "--no-open", "--json")
+    assert cli.main(["bench", server.address, *flags, "--loads", "M,S1,D,S"]) == 1
+    out, err = capsys.readouterr()
+    assert [each["load"] for each in json.loads(out)] == ["S1", "S"]
+    begin = f"attnserve: {server.address}: load "
+    assert [line.removeprefix(begin)[:3] for line in err.splitlines()] == ["M: ", "D: "]
+    assert cli.main(["bench", server.address, *flags, "--loads", "M,L"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 2)
 
 
 def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
@@ -117,6 +134,7 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("attnserve: unix:/nowhere/at/all: ")
+    assert err.count("\n") == 1, "the other loads are not tried"
 
 
 @pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"], ["--rounds", "0"], ["--rounds", "x"]])

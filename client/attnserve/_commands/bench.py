@@ -24,7 +24,7 @@ import numpy as np
 
 from attnserve._client import Client
 from attnserve._commands.table import table
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
 from attnserve._requests.result import AttentionResult, Timings
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -122,14 +122,24 @@ class WrongAnswerError(Exception):
     """The server's result is wrong, and so not worth timing."""
 
 
-class UnfinishedError(Exception):
-    """An error came after something had been measured: the results so far as data and as text."""
+class Failure(NamedTuple):
+    """Why a load was not measured, or not in all its loops."""
 
-    def __init__(self, error: AttnServeError | WrongAnswerError, answer: Any, text: str) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.answer = answer
-        self.text = text
+    load: str
+    error: AttnServeError | WrongAnswerError
+
+
+class UnfinishedError(Exception):
+    """Not everything could be measured: why, and the results of what was as data and as text, None if nothing was."""
+
+    def __init__(self, failures: Sequence[Failure], results: tuple[Any, str] | None) -> None:
+        super().__init__(f"{failures[0].load}: {failures[0].error}")
+        self.failures = failures
+        self.results = results
+
+
+_OF_EVERY_LOAD: Final = (UnavailableError, PermissionDeniedError)
+"""Errors with which the next loads would end, too."""
 
 
 def run(
@@ -138,26 +148,30 @@ def run(
     """Measures loads, given by name, in so many rounds of `seconds` for each loop, with open loops if `opened`: results
     as data and as text.
 
-    `timeout` is that of the first request, in seconds. Raises AttnServeError and WrongAnswerError; once something has
-    been measured, UnfinishedError from them.
+    `timeout` is that of the first request, in seconds. A load that fails does not stop the next, unless that would fail
+    in the same way; at the end it raises UnfinishedError.
     """
     found: list[Measured] = []
+    failures: list[Failure] = []
     try:
         for name in loads:
-            with ExitStack() as stack:
-                submit = _prepared(LOADS[name], name, client, stack, timeout)
-                closed = _median(rounds, f"{name}: closed loop", partial(_closed, name, submit, seconds))
-                found.append(closed)
-                for share in SHARES if opened else ():
-                    rate = share * closed.requests_per_second
-                    open_loop = partial(_open, name, submit, share, rate, seconds, closed.p99_s)
-                    found.append(_median(rounds, f"{name}: open loop, {share:.0%}", open_loop))
-    except (AttnServeError, WrongAnswerError) as error:
-        if not found:
-            raise
-        raise UnfinishedError(error, *_results(found)) from error
+            try:
+                with ExitStack() as stack:
+                    submit = _prepared(LOADS[name], client, stack, timeout)
+                    closed = _median(rounds, f"{name}: closed loop", partial(_closed, name, submit, seconds))
+                    found.append(closed)
+                    for share in SHARES if opened else ():
+                        rate = share * closed.requests_per_second
+                        open_loop = partial(_open, name, submit, share, rate, seconds, closed.p99_s)
+                        found.append(_median(rounds, f"{name}: open loop, {share:.0%}", open_loop))
+            except (AttnServeError, WrongAnswerError) as error:
+                failures.append(Failure(name, error))
+                if isinstance(error, _OF_EVERY_LOAD):
+                    break
     finally:  # whatever comes next, an error too, has the line to itself
         _say("")
+    if failures:
+        raise UnfinishedError(failures, _results(found) if found else None)
     return _results(found)
 
 
@@ -213,7 +227,7 @@ def _say(what: str) -> None:
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
 
-def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: float) -> _Submit:
+def _prepared(load: Load, client: Client, stack: ExitStack, timeout: float) -> _Submit:
     """A function that sends the load's request; what it needs on the server lives as long as the stack."""
     random = np.random.default_rng(0)
     tokens = CACHED if load.cached else load.queries
@@ -235,7 +249,7 @@ def _prepared(load: Load, name: str, client: Client, stack: ExitStack, timeout: 
     output = submit().result().output
     error = float(np.abs(output[:, -1] - _last_row(query, key, value)).max())
     if not error <= TOLERANCE:  # written so that NaN fails, too
-        raise WrongAnswerError(f"load {name}: the answer is off by {error:.1e}, where {TOLERANCE:.0e} is allowed")
+        raise WrongAnswerError(f"the answer is off by {error:.1e}, where {TOLERANCE:.0e} is allowed")
     return submit
 
 
@@ -323,7 +337,7 @@ def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float,
     used = (time.process_time() - cpu) * seconds / (seconds + warm)
     counted = [answer for answer in done if answer.due >= begin + warm]
     if not counted:
-        raise WrongAnswerError(f"load {name}: nothing was due within {seconds:g} s at {rate:.1f} a second")
+        raise WrongAnswerError(f"nothing was due within {seconds:g} s at {rate:.1f} a second")
     last = max(answer.at for answer in done)
     end = begin + warm + seconds + soon
     in_time = sum(answer.at <= end for answer in counted) / len(counted)

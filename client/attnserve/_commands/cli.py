@@ -107,8 +107,9 @@ def _print(parsed: argparse.Namespace, answer: Any, text: str) -> None:
     print(json.dumps(answer, indent=2) if parsed.json else text, flush=True)
 
 
-def _complain(parsed: argparse.Namespace, error: Exception) -> None:
-    print(f"attnserve: {parsed.address}: {error}{_hint(parsed, error)}", file=sys.stderr)
+def _complain(parsed: argparse.Namespace, error: Exception, what: str = "") -> None:
+    """Prints an error, of something that is named if there is more than one, and which server it is of."""
+    print(f"attnserve: {parsed.address}: {what}{error}{_hint(parsed, error)}", file=sys.stderr)
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
@@ -146,11 +147,11 @@ def _measure(parsed: argparse.Namespace) -> int:
     """Measures the service, and prints the results."""
     try:
         return _ask(parsed)
-    except _bench.WrongAnswerError as error:
-        _complain(parsed, error)
     except _bench.UnfinishedError as unfinished:
-        _print(parsed, unfinished.answer, unfinished.text)
-        _complain(parsed, unfinished.error)
+        if unfinished.results is not None:
+            _print(parsed, *unfinished.results)
+        for failure in unfinished.failures:
+            _complain(parsed, failure.error, f"load {failure.load}: ")
     return 1
 
 
