@@ -105,8 +105,17 @@ def test_the_command_says_what_went_wrong(address: str, flags: list[str], capsys
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"attnserve: {address}: ")
+    assert not captured.err.startswith(f"attnserve: {address}: {address}")
     assert "; if it " not in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["info", "health"])
+def test_a_server_that_does_not_answer_is_named_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.main([command, address, "--timeout", "0.2"]) == 1
+    assert capsys.readouterr() == ("", f"attnserve: no reply from {address} within 0.2 s\n")
 
 
 @pytest.mark.parametrize(

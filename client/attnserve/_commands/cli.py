@@ -34,7 +34,7 @@ from attnserve._commands.connection_flags import (
 )
 from attnserve._commands.endpoint import METRICS_PORT
 from attnserve._commands.table import table
-from attnserve._errors import AttnServeError, PermissionDeniedError, UnavailableError
+from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
 from attnserve._info import ServerInfo, Setting
 from attnserve._layers import Layer
 from attnserve._requests.cache_requests import CacheInfo, CachePool
@@ -108,8 +108,11 @@ def _print(parsed: argparse.Namespace, answer: Any, text: str) -> None:
 
 
 def _complain(parsed: argparse.Namespace, error: Exception, what: str = "") -> None:
-    """Prints an error, of something that is named if there is more than one, and which server it is of."""
-    print(f"attnserve: {parsed.address}: {what}{error}{_hint(parsed, error)}", file=sys.stderr)
+    """Prints an error, of something that is named if there is more than one, and once which server it is of."""
+    said, where = str(error), f"{parsed.address}: "
+    if isinstance(error, DeadlineExceededError) and parsed.address in said:  # it says from whom there is no reply
+        where = ""
+    print(f"attnserve: {where}{what}{said.removeprefix(where)}{_hint(parsed, error)}", file=sys.stderr)
 
 
 def _hint(parsed: argparse.Namespace, error: Exception) -> str:
