@@ -99,7 +99,9 @@ def test_everything() -> None:
     [
         (None, (False, pb.ALIGNMENT_UNSPECIFIED)),
         (False, (True, pb.ALIGNMENT_UNSPECIFIED)),
+        (0, (True, pb.ALIGNMENT_UNSPECIFIED)),
         (True, (True, pb.ALIGNMENT_TOP_LEFT)),
+        (1, (True, pb.ALIGNMENT_TOP_LEFT)),
         ("top_left", (True, pb.ALIGNMENT_TOP_LEFT)),
         ("bottom_right", (True, pb.ALIGNMENT_BOTTOM_RIGHT)),
     ],
@@ -107,7 +109,7 @@ def test_everything() -> None:
 def test_causal_as_defined_differs_from_not_causal(causal: Any, expected: tuple[bool, int]) -> None:
     message = request(causal=causal)
     assert (message.HasField("causal"), message.alignment) == expected
-    assert message.causal is (causal not in (None, False))
+    assert message.causal is bool(causal)
 
 
 def test_the_window_of_nothing_is_not_the_layers_own() -> None:

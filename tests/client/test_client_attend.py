@@ -88,7 +88,11 @@ def test_everything() -> None:
     [
         (False, (False, pb.ALIGNMENT_UNSPECIFIED)),
         (np.False_, (False, pb.ALIGNMENT_UNSPECIFIED)),
+        (None, (False, pb.ALIGNMENT_UNSPECIFIED)),
+        (0, (False, pb.ALIGNMENT_UNSPECIFIED)),
         (True, (True, pb.ALIGNMENT_TOP_LEFT)),
+        (np.True_, (True, pb.ALIGNMENT_TOP_LEFT)),
+        (1, (True, pb.ALIGNMENT_TOP_LEFT)),
         ("top_left", (True, pb.ALIGNMENT_TOP_LEFT)),
         ("bottom_right", (True, pb.ALIGNMENT_BOTTOM_RIGHT)),
     ],
@@ -121,7 +125,10 @@ def test_equal_headers_carry_their_own_contents() -> None:
     ("options", "field"),
     [
         ({"causal": "bottom_left"}, "causal"),
-        ({"causal": None}, "causal"),
+        ({"causal": 2}, "causal"),
+        ({"causal": 1.0}, "causal"),
+        ({"layout": 1}, "layout"),
+        ({"return_scores": True}, "return_scores"),
         ({"layout": "rows"}, "layout"),
         ({"return_scores": ["raw"]}, "return_scores"),
         ({"window": 3}, "window"),

@@ -119,7 +119,9 @@ def test_a_layer_keeps_its_keys_in_caches(client: Any, keeper: Keeper) -> None:
     ("causal", "expected"),
     [
         (False, (False, pb.ALIGNMENT_UNSPECIFIED)),
+        (None, (False, pb.ALIGNMENT_UNSPECIFIED)),
         (True, (True, pb.ALIGNMENT_UNSPECIFIED)),
+        (1, (True, pb.ALIGNMENT_UNSPECIFIED)),
         ("top_left", (True, pb.ALIGNMENT_TOP_LEFT)),
         ("bottom_right", (True, pb.ALIGNMENT_BOTTOM_RIGHT)),
     ],

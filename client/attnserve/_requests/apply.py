@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, Generic, TypedDict, cast
+from typing import Final, Generic, TypedDict, cast
 
 import numpy as np
 
@@ -26,12 +26,9 @@ from attnserve._settings.config import Timeout, checked_timeout
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 
-_ALIGNMENTS: Final[dict[Any, tuple[bool | None, pb.Alignment]]] = {
-    None: (None, pb.ALIGNMENT_UNSPECIFIED),
-    **arguments.ALIGNMENTS,
-}
-
-_RESIDENT_ALIGNMENTS: Final = {**_ALIGNMENTS, **arguments.RESIDENT_ALIGNMENTS}
+_AS_DEFINED: Final = {None: (None, pb.ALIGNMENT_UNSPECIFIED)}
+_ALIGNMENTS: Final = {**arguments.ALIGNMENTS, **_AS_DEFINED}
+_RESIDENT_ALIGNMENTS: Final = {**arguments.RESIDENT_ALIGNMENTS, **_AS_DEFINED}
 
 
 class ApplyOptions(TypedDict, total=False):

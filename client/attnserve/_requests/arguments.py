@@ -65,6 +65,7 @@ Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 Scores: TypeAlias = Literal["raw", "capped", "masked", "weights"]
 
 ALIGNMENTS: Final[dict[Any, tuple[bool, pb.Alignment]]] = {
+    None: (False, pb.ALIGNMENT_UNSPECIFIED),
     False: (False, pb.ALIGNMENT_UNSPECIFIED),
     True: (True, pb.ALIGNMENT_TOP_LEFT),
     "top_left": (True, pb.ALIGNMENT_TOP_LEFT),
@@ -180,8 +181,8 @@ def check_no_layer(cache_layer: int) -> None:
 def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
     """The meaning of a keyword, looked up in `choices`."""
     try:
-        if isinstance(value, (Number, np.number)) and not isinstance(value, bool):
-            raise KeyError  # 1 would be found where True is one
+        if isinstance(value, (Number, np.number)) and not isinstance(value, int):
+            raise KeyError  # 1.0 would be found where True is one, as is 1, which `flag` takes, too
         return choices[value]
     except (KeyError, TypeError):
         expected = ", ".join(map(repr, choices))

@@ -73,7 +73,7 @@ class AdditiveScore:
 class AttendOptions(TypedDict, total=False):
     """The keyword arguments of `attend` and `submit`; `Client.attend` says what they mean."""
 
-    causal: Causal
+    causal: Causal | None
     query_offset: ArrayLike | None
     window: tuple[int, int] | None
     mask: ArrayLike | None
@@ -110,7 +110,7 @@ def encode_attend(
     value: ArrayLike,
     resident: bool = False,
     *,
-    causal: Causal = False,
+    causal: Causal | None = False,
     query_offset: ArrayLike | None = None,
     window: tuple[int, int] | None = None,
     mask: ArrayLike | None = None,
