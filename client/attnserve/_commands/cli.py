@@ -172,10 +172,19 @@ def _parser() -> argparse.ArgumentParser:
     for name, ask, help_text in (
         ("info", _info, "show a server's version, device, limits and settings"),
         ("layers", _layers, "list a server's loaded layers"),
-        ("caches", _caches, "list the caller's caches on a server"),
+        ("caches", _caches, "list the caller's caches on a server, or delete some"),
     ):
         command = commands.add_parser(name, parents=[common], help=help_text, description=f"{help_text.capitalize()}.")
         command.set_defaults(run=_ask, ask=ask, options=(ANYHOW,))
+        if ask is _caches:
+            command.add_argument(
+                "--delete",
+                nargs="+",
+                action="extend",
+                default=[],
+                metavar="NAME",
+                help="delete these; --delete=NAME for a name that begins with a dash",
+            )
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
@@ -263,6 +272,12 @@ def _layers(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
 
 def _caches(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
     pool = client.caches.pool(timeout=parsed.timeout)
+    if parsed.delete:
+        there = {cache.name for cache in pool.caches}.intersection(parsed.delete)
+        client.caches.delete(parsed.delete, timeout=parsed.timeout)
+        pool = client.caches.pool(timeout=parsed.timeout)
+        room = {"bytes": pool.bytes, "free_bytes": pool.free_bytes}
+        return {"deleted": sorted(there), **room}, f"{len(there)} of {len(set(parsed.delete))} deleted; {_room(pool)}"
     return dataclasses.asdict(pool), _pool_text(pool)
 
 
@@ -340,11 +355,14 @@ def _or_empty(count: int | None) -> str:
 
 def _pool_text(pool: CachePool) -> str:
     """The caches, one per line, and how full the pool is."""
-    room = f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
     if not pool.caches:
-        return f"no caches are open; {room}"
+        return f"no caches are open; {_room(pool)}"
     titles = ("name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
-    return f"{table([titles, *map(_cache_row, pool.caches)], words=2)}\n{room}"
+    return f"{table([titles, *map(_cache_row, pool.caches)], words=2)}\n{_room(pool)}"
+
+
+def _room(pool: CachePool) -> str:
+    return f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
 
 
 def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
