@@ -147,6 +147,23 @@ def test_a_wrong_value_is_refused_and_named(name: str, text: str) -> None:
         assert "\n" not in message
 
 
+@pytest.mark.parametrize("text", ["-1", "-1s", "-1e3", "-.5h", "-5MiB"])
+def test_a_negative_value_after_its_flag_is_refused_as_one(text: str) -> None:
+    for item in settings():
+        if not kind_of(item).valid(text):  # as files may be called
+            name = command_line.flag(item.name)
+            with pytest.raises(ConfigError) as caught:
+                command_line.load(["--insecure", name, text], {})
+            assert str(caught.value) == f"{name}: expected {kind_of(item).expected}, found {text!r}"
+    assert command_line.load(["--layers", f"{text}.toml"], {}).layers == f"{text}.toml"
+
+
+def test_only_values_are_joined_to_flags() -> None:
+    for argv in (["-1s"], ["--max-wait", "1s", "-1s"], ["--max-wait=1s", "-1s"], ["--max-wait", "--insecure", "-"]):
+        with pytest.raises(UsageError, match="--help lists the flags"):
+            command_line.load(argv, {})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -24,6 +24,8 @@ _OF_THE_SDK: Final = frozenset(("CA", "CLIENT_CERTIFICATE", "CLIENT_KEY", "SERVE
 """Variables of the SDK's commands, which a test compares with theirs: nothing of those is imported here."""
 _OF_A_SERVICE: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 """How the variables end that Kubernetes makes for a Service, with its name before that."""
+_NEGATIVE: Final = re.compile(r"-[0-9.]")
+"""How values begin that would be negative numbers, with a unit or without."""
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -32,7 +34,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     Raises UsageError, and its subclass ConfigError; `--help` and `--version` print and raise SystemExit.
     """
     parser = _parser()
-    parsed, unknown = parser.parse_known_args(list(argv))
+    parsed, unknown = parser.parse_known_args(_joined(argv))
     if unknown:
         meant = "".join(f"; {each} is no flag: {right} is" for each, right in misspelled_flags(unknown))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
@@ -102,6 +104,20 @@ def misspelled_flags(arguments: Iterable[str]) -> Iterator[tuple[str, str]]:
         name = wrong.lstrip("-").replace("-", "_").lower()
         for meant in difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
             yield wrong, flag(meant)
+
+
+def _joined(argv: Iterable[str]) -> list[str]:
+    """A command line in which flags are joined to values that look like negative numbers, as `--max-wait=-1s`: argparse
+    takes what begins with a dash for a flag, unless all of it is a number, and would say that there is no value.
+    """
+    flags = {flag(item.name) for item in settings()}
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in flags and _NEGATIVE.match(word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 class _Parser(argparse.ArgumentParser):
