@@ -1,7 +1,7 @@
 """The table of all settings of the server, in the documents.
 
 In: the fields of `Config`. Out: docs/configuration.md and the README, with the table between their markers; in the
-README without the variables, which are named as the flags are.
+README without the variables, which are named as the flags are, and without the values that settings take.
 
     python scripts/settings_table.py    writes them
 """
@@ -16,31 +16,34 @@ from attnserve_server.settings.config import kind_of, settings
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCUMENTS: Final = {ROOT / "docs" / "configuration.md": True, ROOT / "README.md": False}
-"""Where the table is, and whether with the variables."""
+"""Where the table is, and whether all of it."""
 _MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
 
 
-def markdown(*, variables: bool = True) -> str:
-    """The table of all settings, in markdown, with the names of their environment variables or without."""
-    heads = ["flag", *["environment variable"] * variables, "default", "what it does"]
+def markdown(*, full: bool = True) -> str:
+    """The table of all settings, in markdown, with the names of their environment variables and the values that they
+    take, as errors say them, or without.
+    """
+    heads = ["flag", *["environment variable"] * full, "default", *["values"] * full, "what it does"]
     rows = [heads, ["---"] * len(heads)]
     for item in settings():
-        names = [flag(item.name), *[variable(item.name)] * variables]
-        cells = [f"`{each}`" for each in (*names, kind_of(item).show(item.default))]
-        rows.append([*cells, item.metadata["help"]])
+        kind = kind_of(item)
+        names = [flag(item.name), *[variable(item.name)] * full]
+        cells = [f"`{each}`" for each in (*names, kind.show(item.default))]
+        rows.append([*cells, *[kind.expected] * full, item.metadata["help"]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def with_table(document: str, *, variables: bool = True) -> str:
+def with_table(document: str, *, full: bool = True) -> str:
     """A document with the table of all settings between its markers. ValueError if it lacks the markers."""
     begin, end = _MARKERS
     before, found_begin, rest = document.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
         raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{markdown(variables=variables)}\n{end}{after}"
+    return f"{before}{begin}\n{markdown(full=full)}\n{end}{after}"
 
 
 if __name__ == "__main__":
-    for path, with_variables in DOCUMENTS.items():
-        path.write_text(with_table(path.read_text("utf-8"), variables=with_variables), "utf-8")
+    for path, full in DOCUMENTS.items():
+        path.write_text(with_table(path.read_text("utf-8"), full=full), "utf-8")

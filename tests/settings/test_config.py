@@ -309,16 +309,61 @@ def test_counts_print_short(count: int, text: str) -> None:
     assert units.format_count(count) == text
 
 
-@pytest.mark.parametrize(("path", "variables"), settings_table.DOCUMENTS.items())
-def test_the_documents_show_the_settings_as_they_are(path: Path, variables: bool) -> None:
+@pytest.mark.parametrize(("path", "full"), settings_table.DOCUMENTS.items())
+def test_the_documents_show_the_settings_as_they_are(path: Path, full: bool) -> None:
     text = path.read_text("utf-8")
-    assert text == settings_table.with_table(text, variables=variables), "run: make docs"
+    assert text == settings_table.with_table(text, full=full), "run: make docs"
 
 
 def test_the_table_has_every_setting() -> None:
     table = settings_table.markdown()
     for item in dataclasses.fields(Config):
         assert (f"`{command_line.variable(item.name)}`" in table) == (not item.name.startswith("_"))
+
+
+def test_the_table_says_which_values_settings_take_as_errors_do() -> None:
+    rows = [row.strip("| ").split(" | ") for row in settings_table.markdown().splitlines()]
+    column = rows[0].index("values")
+    values = {row[0].strip("`"): row[column] for row in rows[2:]}
+    wrong = ["--max-message-calls=2", "--max-message-bytes=1", "--cache-page-bytes=3", "--max-rank=5", "--device=tpu"]
+    for argument in (*wrong, "--max-connection-age=721h", "--tracing-sample=2", "--reflection=perhaps", "--listen=x"):
+        with pytest.raises(ConfigError) as caught:
+            command_line.load([argument], {})
+        assert values[caught.value.name] == caught.value.expected
+    assert "values" not in settings_table.markdown(full=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "others"),
+    [
+        ({"max_bytes": 2**20}, "max_message_bytes", {"max_bytes"}),
+        ({"max_flops": 1, "max_batch_flops": 2}, "max_batch_flops", {"max_flops"}),
+        ({"max_flops": 1, "max_request_flops": 2}, "max_request_flops", {"max_flops"}),
+        ({"cache_bytes": 2**12, "cache_page_bytes": 2**13}, "cache_bytes", {"cache_page_bytes"}),
+        ({"tls_certificate": "a.pem"}, "tls_key", {"tls_certificate"}),
+        ({"tls_key": "a.key"}, "tls_certificate", {"tls_key"}),
+        ({"tls_client_ca": "ca.pem"}, "tls_certificate", {"tls_client_ca"}),
+        ({"http_tls": True}, "tls_certificate", {"http_tls"}),
+        ({"listen": "127.0.0.1:1", "http_listen": "127.0.0.1:1"}, "http_listen", {"listen"}),
+        ({"listen": "example:1"}, "listen", {"tls_certificate", "callers", "insecure"}),
+        ({"http_listen": "example:1"}, "http_listen", {"http_tls", "callers", "insecure"}),
+    ],
+)
+def test_what_settings_demand_of_each_other_is_in_the_documents(
+    given: dict[str, Any], named: str, others: set[str]
+) -> None:
+    helps = {item.name: item.metadata["help"] for item in settings()}
+    with pytest.raises(ConfigError) as caught:
+        Config(**given)
+    assert caught.value.name == named
+    assert {name for name in helps if re.search(rf"\b{name}\b", caught.value.expected)} == others
+    assert [name for name in others if f"`{name}`" not in helps[named] and f"`{named}`" not in helps[name]] == []
+
+
+def test_both_settings_of_bytes_name_the_other() -> None:
+    helps = {item.name: item.metadata["help"] for item in settings()}
+    assert "at most `max_bytes`" in helps["max_message_bytes"]
+    assert "at least `max_message_bytes`" in helps["max_bytes"]
 
 
 def test_a_setting_that_is_one_of_some_words_says_which() -> None:

@@ -44,22 +44,27 @@ class Config:
         kinds.TCP_OR_UNIX,
         "127.0.0.1:8001",
         "Where gRPC is served: host:port or unix:/path. Port 0 is a free one. If a name has several addresses, all "
-        "that this machine has are served, and the port must be free on each.",
+        "that this machine has are served, and the port must be free on each. Beyond this machine only with "
+        "`tls_certificate`, `callers` or `insecure`.",
     )
     http_listen: str = _setting(
-        kinds.TCP, "127.0.0.1:8002", "Where /metrics, /healthz and /readyz are served: host:port. Port 0 is a free one."
+        kinds.TCP,
+        "127.0.0.1:8002",
+        "Where /metrics, /healthz and /readyz are served: host:port, another than `listen`. Port 0 is a free one. "
+        "Beyond this machine only with `http_tls`, `callers` or `insecure`.",
     )
     tls_certificate: str = _setting(
         kinds.TEXT,
         "",
-        "The server's certificate chain, a PEM file: with it, gRPC is served over TLS. Read again when it changes.",
+        "The server's certificate chain, a PEM file: with it, gRPC is served over TLS. Read again when it changes. "
+        "Needs `tls_key`.",
     )
-    tls_key: str = _setting(kinds.TEXT, "", "The private key of that certificate, a PEM file.")
+    tls_key: str = _setting(kinds.TEXT, "", "The private key of that certificate, a PEM file. Needs `tls_certificate`.")
     tls_client_ca: str = _setting(
         kinds.TEXT,
         "",
-        "The authorities that must have issued callers' certificates (mutual TLS), a PEM file. Default: callers need "
-        "none.",
+        "The authorities that must have issued callers' certificates (mutual TLS), a PEM file. Needs "
+        "`tls_certificate`. Default: callers need none.",
     )
     callers: str = _setting(
         kinds.TEXT,
@@ -76,7 +81,8 @@ class Config:
     http_tls: bool = _setting(
         kinds.TRUTH,
         False,
-        "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS.",
+        "Whether the HTTP port is served over TLS too, with the same certificate and without mutual TLS. Needs "
+        "`tls_certificate`.",
     )
     device: str = _setting(
         kinds.DEVICE,
@@ -94,7 +100,8 @@ class Config:
         # gRPC takes this bound as a signed 32-bit number.
         kinds.size(1024, 2**31 - 1),
         256 * 2**20,
-        "The longest message received, and the longest reply. One message of a stream may carry several requests.",
+        "The longest message received, and the longest reply: at most `max_bytes`. One message of a stream may carry "
+        "several requests.",
     )
     # The SDK puts at most 1024 calls into a message.
     max_message_calls: int = _setting(kinds.count(1024), 4096, "The most calls in one message of a stream.")
@@ -104,8 +111,9 @@ class Config:
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests that have arrived, and of their replies. Memory in flight is several times that "
-        "where replies are tens of megabytes each.",
+        "The most bytes of requests that have arrived, and of their replies: at least `max_message_bytes`; for less "
+        "than the default of that, set both. Memory in flight is several times as much where replies are tens of "
+        "megabytes each.",
     )
     # 2e13 is 20 s of a large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less
     # would refuse some that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short
@@ -121,10 +129,10 @@ class Config:
     max_request_flops: int = _setting(
         kinds.flops(0),
         0,
-        "The most floating-point operations of one request. Those of slow kernels count for more: 8 times for "
-        "softcaps, returned scores, learned scores, and ALiBi beside a mask or a bias, 80 times for additive scores; "
-        "those of narrow heads, less than 32 wide, may count for more, too. 0: 5e11 for each thread on a CPU, some "
-        "10 s, and as many as max_flops on CUDA.",
+        "The most floating-point operations of one request: at most `max_flops`. Those of slow kernels count for more: "
+        "8 times for softcaps, returned scores, learned scores, and ALiBi beside a mask or a bias, 80 times for "
+        "additive scores; those of narrow heads, less than 32 wide, may count for more, too. 0: 5e11 for each thread "
+        "on a CPU, some 10 s, and as many as `max_flops` on CUDA.",
     )
     max_rank: int = _setting(kinds.count(2, 4), 4, "The most axes of a tensor; nothing has more than 4.")
     max_elements: int = _setting(kinds.count(), 2**31 - 1, "The most elements of a tensor.")
@@ -159,9 +167,9 @@ class Config:
     max_batch_flops: int = _setting(
         kinds.flops(0),
         0,
-        "The most floating-point operations of one batch. A single request may have more, and then runs alone. 0: "
-        "4e9, and 1e12 on CUDA for requests of a layer, whose weights are read once for all of them. On CUDA, all "
-        "requests of a batch have 16 MiB at most.",
+        "The most floating-point operations of one batch: at most `max_flops`. A single request may have more, and "
+        "then runs alone. 0: 4e9, and 1e12 on CUDA for requests of a layer, whose weights are read once for all of "
+        "them. On CUDA, all requests of a batch have 16 MiB at most.",
     )
     max_batch_requests: int = _setting(kinds.count(), 64, "The most requests in one batch.")
     max_wait: float = _setting(
@@ -219,8 +227,9 @@ class Config:
     cache_bytes: int = _setting(
         kinds.size(0),
         0,
-        "The size of the pool of resident key/value caches, allocated at the start: one page at least. 0: 512 MiB on "
-        "a CPU, or a quarter of the memory or half of what is left of it, if less, and half the free memory on CUDA.",
+        "The size of the pool of resident key/value caches, allocated at the start: one page (`cache_page_bytes`) at "
+        f"least, {units.format_size(LEAST_PAGE_BYTES)} if that is 0. 0: 512 MiB on a CPU, or a quarter of "
+        "the memory or half of what is left of it, if less, and half the free memory on CUDA.",
     )
     cache_page_bytes: int = _setting(
         kinds.size(LEAST_PAGE_BYTES, 2**30, CACHE_LINE, or_zero=True),
