@@ -122,7 +122,8 @@ class Reloads:
         family = GaugeMetricFamily(
             "attnserve_reload_failed",
             "1 if these files have changed and could not be used, so that what was read before stays in force: callers "
-            "is the callers file, tls the certificate, its key and the callers' authorities together.",
+            "is the callers file, tls the certificate, its key and the callers' authorities together. Only those that "
+            "the server has.",
             labels=["file"],
         )
         for file, failed in self._failed.items():
@@ -155,7 +156,10 @@ class Device:
         # One reading gives all states.
         if sizes := self._memory():
             memory = GaugeMetricFamily(
-                "attnserve_device_memory_bytes", "The device's memory, by state.", labels=["state"]
+                "attnserve_device_memory_bytes",
+                "The device's memory: in tensors (allocated), all that torch holds (reserved), and what is free. Only "
+                "where the device has memory of its own.",
+                labels=["state"],
             )
             for state, size in sizes.items():
                 memory.add_metric([state], size)
