@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "true numbers": (PLAIN + "numbers = true", "numbers", "block numbers"),
     "a place without numbers": (PLAIN.replace('"a"', '"a{n}"'), "name", "numbers, for {n} to stand for"),
     "a tensor's place without numbers": (PLAIN.replace('"w"', '"{n}"'), "parameters.score.weight", "numbers, for {n}"),
-    "one name for several": (PLAIN + 'numbers = "0-1"', "name", "a name that no other layer has"),
+    "one name for several": (PLAIN + 'numbers = "0-1"', "name", "{n} in it, for there are several numbers"),
     "too many": (PLAIN.replace('"a"', '"{n}"') + 'numbers = "0-99999"', "numbers", "at most 10000 layers"),
     "half a place": (
         HEAD + TRANSFORMER.replace('"{n}.square"', '"square"', 1),
