@@ -256,8 +256,8 @@ class Config:
     model_directory: str = _setting(
         kinds.TEXT,
         "",
-        "The directory of definitions and weights: nothing outside it is loaded, but for the file of `layers`. Default: "
-        "that file's; without either, no layers can be loaded.",
+        "The directory of definitions and weights: nothing outside it is loaded, but for the file of `layers`. "
+        "Default: that file's; without either, no layers can be loaded.",
     )
     layer_administration: bool = _setting(
         kinds.TRUTH, True, "Whether callers can load and unload layers while the server runs."
