@@ -114,7 +114,7 @@ class Client:
           of Hk: query head h reads key head ``h // (Hq // Hk)``.
         - `causal`: query i attends key j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
           ``"bottom_right"``: it is ``kv_length - Lq`` with each sequence's own lengths, so that its last query is
-          aligned with the last of its keys that count. Default False, as is None.
+          aligned with the last of its keys that count. Default: False, which None means, too.
         - `query_offset`: the offset, an integer or ``[B]``, from -2**40 to 2**40: query i is at position ``offset + i``
           for `causal`, `window` and `alibi_slopes`. Default: as `causal` says; without it 0, or with `caches` as for
           ``"bottom_right"``.

@@ -239,7 +239,7 @@ class DeadlineUnreachable(RequestError):
 
     def __init__(self, needed: float, left: float) -> None:
         super().__init__(
-            f"at the measured rate the reply takes {needed:.3g} s, and {max(0.0, left):.3g} s are left",
+            f"at the measured rate the reply takes {_seconds(needed)}, and {_seconds(max(0.0, left))} are left",
             "DEADLINE_UNREACHABLE",
         )
 
@@ -247,6 +247,11 @@ class DeadlineUnreachable(RequestError):
     def rejection(self) -> str:
         """The deadline."""
         return "deadline"
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds to the millisecond, fewer to three digits."""
+    return f"{seconds:.3f} s" if seconds >= 0.001 else f"{seconds:.3g} s"
 
 
 class Cancelled(RequestError):

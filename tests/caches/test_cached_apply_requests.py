@@ -102,6 +102,8 @@ def test_what_does_not_fit_is_named(client: Client, cached_server: Server) -> No
 
 def test_positions_go_on_which_is_bottom_right(client: Client, cached_server: Server) -> None:
     caches = [create_cache(client, "gpt2") for _ in range(2)]
+    for cache in caches:
+        client.apply("gpt2", torch.arange(3), cache=cache)
     requests = [
         pb.ApplyRequest(layer="gpt2", input=ids(2), caches=[reference(cache)], alignment=alignment)
         for cache, alignment in zip(caches, (pb.ALIGNMENT_UNSPECIFIED, pb.ALIGNMENT_BOTTOM_RIGHT), strict=True)

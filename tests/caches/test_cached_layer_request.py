@@ -172,7 +172,7 @@ async def test_resident_keys_count_towards_the_most_that_a_request_may_cost(benc
     cache = bench.create()
     await bench.output(cache, tokens=10)
     weighed = bench.read(cache, tokens=3)
-    most = weighed.applied.extent.weighed + weighed.resident.weighed
+    most = weighed.applied.extent.weighed + weighed.resident_cost.weighed
     assert bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most)).cost == weighed.cost
     with pytest.raises(InvalidRequest, match=rf"at most {most - 1} FLOPs \(max_request_flops\)"):
         bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most - 1))

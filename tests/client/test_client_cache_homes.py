@@ -27,7 +27,7 @@ from attnserve import (
     PermissionDeniedError,
     UnavailableError,
 )
-from attnserve._servers import replicas
+from attnserve._servers import replicas, room
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -125,9 +125,10 @@ async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_ser
 
 
 async def test_caches_are_made_where_the_pool_has_room(
-    start_server: Callable[..., Server], transport: Transport
+    start_server: Callable[..., Server], transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a server has said that its own is full; what is asked of its caches still goes there."""
+    monkeypatch.setattr(room, "LONGEST", 60.0)  # then what the server says decides
     paged = ("--device", "cpu", "--cache-page-bytes", "4KiB", "--cache-bytes")
     full, roomy = (start_server(*paged, size) for size in ("16KiB", "64MiB"))
     addresses = [full.address, roomy.address]

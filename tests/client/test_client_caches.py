@@ -354,10 +354,14 @@ def test_the_command_deletes_caches(address: str, keeper: Keeper, capsys: pytest
     keeper.caches["-dash"] = keeper.caches.pop("cache-4")
     keeper.caches["-dash"].info.name = "-dash"
     room = "1,000 of 1,048,576 bytes are free\n"
-    assert cli.main(["caches", address, "--delete", "cache-0", "cache-2", "no-cache", "--delete=-dash"]) == 0
+    names = (f"--delete={name}" for name in ("cache-0", "cache-2", "no-cache", "-dash"))
+    assert cli.main(["caches", *names, address]) == 0
     assert capsys.readouterr() == (f"3 of 4 deleted; {room}", "")
     assert keeper.caches.keys() == {"cache-1", "cache-3"}
-    assert cli.main(["caches", "--json", "--delete", "cache-3", "cache-3", "cache-0", "--", address]) == 0
+    assert (
+        cli.main(["caches", "--json", "--delete", "cache-3", "--delete", "cache-3", "--delete", "cache-0", address])
+        == 0
+    )
     told = {"deleted": ["cache-3"], "bytes": 1 << 20, "free_bytes": 1000}
     assert json.loads(capsys.readouterr().out) == told
     assert keeper.caches.keys() == {"cache-1"}

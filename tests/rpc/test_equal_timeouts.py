@@ -28,25 +28,32 @@ async def test_what_is_late_ends_and_what_comes_in_time_is_the_result() -> None:
     assert all(awaited.cancelled() for awaited, wait in (waits[0], waits[2], waits[4]))
 
 
-async def test_each_has_its_own_time_whatever_began_before_it() -> None:
-    timeouts, loop = EqualTimeouts(SECONDS), asyncio.get_running_loop()
+async def test_each_has_its_own_time_whatever_began_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts, loop, now = EqualTimeouts(10.0), asyncio.get_running_loop(), [0.0]
+    monkeypatch.setattr(loop, "time", lambda: now[0])
 
-    async def seconds_of_one() -> float:
-        begin = loop.time()
-        with pytest.raises(TimeoutError):
-            await timeouts.of(loop.create_future())
-        return loop.time() - begin
+    async def at(seconds: float) -> None:
+        """The clock shows so many seconds, and whatever is due then happens."""
+        now[0] = seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
 
-    async def after_a_while(turns: int) -> float:
-        for _ in range(turns):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(SECONDS / 3):
-                    await timeouts.of(loop.create_future())
-        return await seconds_of_one()
-
-    took = await asyncio.gather(*(after_a_while(turns) for turns in range(4)))
-    assert min(took) >= SECONDS
-    assert await seconds_of_one() >= SECONDS  # when none has been waiting
+    waits = []
+    for begin in (0.0, 4.0, 4.5):
+        waits.append(waiting(timeouts))
+        await at(begin)
+    late = []
+    for seconds in (9.9, 10.1, 13.9, 14.1, 14.4, 14.6):
+        await at(seconds)
+        late.append(sum(wait.done() for _, wait in waits))
+    assert late == [0, 1, 1, 2, 2, 3]
+    waits.append(waiting(timeouts))  # when none has been waiting
+    await at(14.6)
+    await at(24.5)
+    assert not waits[3][1].done()
+    await at(24.7)
+    results = await asyncio.gather(*(wait for _, wait in waits), return_exceptions=True)
+    assert [type(result) for result in results] == [TimeoutError] * 4
 
 
 async def test_one_who_is_cancelled_is_told_so_and_the_others_wait_on() -> None:

@@ -52,7 +52,13 @@ def test_a_field_is_named_where_one_is_at_fault(field: str, violations: list[str
 
 @pytest.mark.parametrize(
     ("needed", "left", "said"),
-    [(1.5, 0.25, "1.5 s, and 0.25 s"), (2e-5, 1e-6, "2e-05 s, and 1e-06 s"), (0.5, -1e-9, "0.5 s, and 0 s")],
+    [
+        (1.5, 0.25, "1.500 s, and 0.250 s"),
+        (1.0004, 0.9996, "1.000 s, and 1.000 s"),
+        (1234.5, 999.7, "1234.500 s, and 999.700 s"),
+        (2e-5, 1e-6, "2e-05 s, and 1e-06 s"),
+        (0.5, -1e-9, "0.500 s, and 0 s"),
+    ],
 )
 def test_times_are_told_however_short(needed: float, left: float, said: str) -> None:
     assert said in DeadlineUnreachable(needed, left).message

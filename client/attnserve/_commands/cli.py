@@ -108,7 +108,7 @@ def _print(parsed: argparse.Namespace, answer: Any, text: str) -> None:
 
 
 def _complain(parsed: argparse.Namespace, error: Exception, what: str = "") -> None:
-    """Prints an error, of something that is named if there is more than one, and once which server it is of."""
+    """Prints an error, with the server's address once, and `what` has failed where several things may."""
     said, where = str(error), f"{parsed.address}: "
     if isinstance(error, DeadlineExceededError) and parsed.address in said:  # it says from whom there is no reply
         where = ""
@@ -179,11 +179,11 @@ def _parser() -> argparse.ArgumentParser:
         if ask is _caches:
             command.add_argument(
                 "--delete",
-                nargs="+",
-                action="extend",
+                action="append",
                 default=[],
                 metavar="NAME",
-                help="delete these; --delete=NAME for a name that begins with a dash",
+                help="delete this one, and others that are named in the same way; --delete=NAME for a name that begins "
+                "with a dash",
             )
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."

@@ -108,6 +108,8 @@ def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | 
     if file := _given(parsed, "--token-file", environ):
         return Token(file=file, plaintext=parsed.plaintext_token)
     if value := environ.get(TOKEN_VARIABLE):
+        if value.endswith(("\n", "\r")):
+            raise ValueError(f"{TOKEN_VARIABLE}: found a line break at its end; --token-file reads files")
         return Token(value, plaintext=parsed.plaintext_token)
     return None
 

@@ -2,9 +2,9 @@
 
 In: the current addresses, and the successes and failures of each server. Out: the connection for the next call: that
 with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests, and one that
-has just refused a call gets none until it should have room, while there is another; one whose pool was full gets no new
-caches. Calls on a cache go to the server that holds it. Connections are opened and closed by their owner: no I/O here,
-but a lock.
+has just refused a call gets none until it should have room, while there is another; one whose pool was full gets new
+caches only if there is no other. Calls on a cache go to the server that holds it. Connections are opened and closed by
+their owner: no I/O here, but a lock.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class CachedLayerRequest(CacheWork):
     decoder: TransformerLayer
     mask: torch.Tensor | None
     limits: RequestLimits
-    resident: Cost = field(default=Cost(0, 0), init=False)
-    """What attending to the tokens costs that the caches have before it."""
+    resident_cost: Cost = field(default=Cost(0, 0), init=False)
+    """What it costs to attend to the tokens that the caches hold before it."""
 
     @property
     def appended_field(self) -> str:
@@ -87,12 +87,12 @@ class CachedLayerRequest(CacheWork):
     @property
     def flops(self) -> int:
         """Its floating-point operations."""
-        return self.applied.flops + self.resident.flops
+        return self.applied.flops + self.resident_cost.flops
 
     @property
     def cost(self) -> int:
-        """Its cost in FLOPs: its operations, and the overhead of its kernel calls."""
-        return self.applied.cost + self.resident.weighed
+        """Its cost in FLOPs of plain attention: its own, weighted by how slow they are, and those of kernel calls."""
+        return self.applied.cost + self.resident_cost.weighed
 
     @property
     def query_tokens(self) -> int:
@@ -118,7 +118,7 @@ class CachedLayerRequest(CacheWork):
         extent, hides = self.applied.extent, self.mask is not None
         cost = resident_cost(self.decoder.architecture, extent.lengths, resident, hides=hides)
         self.limits.check_flops(extent.weighed + cost.weighed)
-        self.resident = cost
+        self.resident_cost = cost
 
     def fit(self, longest: int) -> None:
         """Sets where the inputs begin. Raises FailedPrecondition if a cache has layers of different lengths, and

@@ -43,16 +43,16 @@ def cost_of(
     scores: bool = False,
     hides: bool = False,
 ) -> Cost:
-    """The cost of one request; `context_lengths` None is self-attention (for decoders, an error elsewhere). `scores`
-    says that some are returned, `hides` that there is a mask or a bias.
+    """The cost of one request; `context_lengths` None is self-attention, which decoders with cross-attention do not
+    have alone. `scores` says that some are returned, `hides` that there is a mask or a bias.
     """
     contexts = lengths if context_lengths is None else context_lengths
     if isinstance(architecture, Transformer):
         block = architecture.block
         each = _attention(block.self_attention, lengths, lengths, scores, hides)
         each = each.plus(sum(lengths) * _feed_forward(block.feed_forward))
-        if block.cross_attention is not None:
-            each = each.with_cost(_attention(block.cross_attention, lengths, context_lengths or (), scores, hides))
+        if block.cross_attention is not None:  # which masks are not for
+            each = each.with_cost(_attention(block.cross_attention, lengths, contexts, scores, False))
         return each.times(architecture.blocks)
     if isinstance(architecture, Attention):
         return _attention(architecture, lengths, contexts, scores, hides)
@@ -62,7 +62,7 @@ def cost_of(
 def resident_cost(
     transformer: Transformer, lengths: Sequence[int], resident_lengths: Sequence[int], *, hides: bool = False
 ) -> Cost:
-    """The additional cost of sequences that continue this many resident keys each, those within a window."""
+    """What sequences cost in addition for continuing so many resident keys each; of these a window leaves the last."""
     attention = transformer.block.self_attention
     left, _ = attention.window
     reached = resident_lengths if left < 0 else [min(keys, left) for keys in resident_lengths]
@@ -113,4 +113,4 @@ def _feed_forward(feed_forward: FeedForward) -> int:
 
 def _count(lengths: Sequence[int], context_lengths: Sequence[int]) -> int:
     """How many pairs there are."""
-    return sum(length * context_length for length, context_length in zip(lengths, context_lengths, strict=False))
+    return sum(length * context_length for length, context_length in zip(lengths, context_lengths, strict=True))

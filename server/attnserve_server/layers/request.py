@@ -87,7 +87,7 @@ class LayerRequest(Independent):
 
     @property
     def cost(self) -> int:
-        """Its cost in FLOPs: its operations, and the overhead of its kernel calls."""
+        """Its cost in FLOPs of plain attention: its own, weighted by how slow they are, and those of kernel calls."""
         return self.extent.cost
 
     @property

@@ -101,7 +101,7 @@ class Metrics:
         )
         phases = Histogram(
             "attnserve_request_phase_duration_seconds",
-            "The phases of a computed request; staging and compute are those of its whole batch.",
+            "The phases of a request that went through the queue; staging and compute are those of its whole batch.",
             _SECONDS,
             registry,
             "phase",

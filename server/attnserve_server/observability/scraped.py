@@ -218,7 +218,7 @@ class Callers:
         families = [
             CounterMetricFamily(f"attnserve_caller_{name}", help, labels=["caller"])
             for name, help in (
-                ("requests", "Requests computed for a caller."),
+                ("requests", "Requests answered for a caller, with their results."),
                 ("query_tokens", "Query rows computed for a caller, over all sequences."),
                 ("flops", "Floating-point operations computed for a caller."),
                 (

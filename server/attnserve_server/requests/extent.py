@@ -77,7 +77,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
         longest = max(query_lengths or (0,)), max(kv_lengths or (0,))
         check_masks(problem.tensors, (problem.batch, problem.query_heads, *longest))
     spans = _spans(problem, query_lengths, kv_lengths, offsets)
-    if problem.query_length:
+    if problem.query_length and not problem.packed:
         limits.check_sequences("query.shape", problem.batch)
     whole = pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows, sent = problem.query_length * sequences, problem.kv_length * sequences

@@ -104,7 +104,7 @@ class CacheService:
         store = self._host.store
         if not request.names and not request.request_ids:
             raise InvalidRequest("names", "at least one name or one id", "none")
-        for place, request_id in enumerate(request.request_ids):
+        async for place, request_id in _with_turns(enumerate(request.request_ids)):
             if not request_id:
                 raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
             _checked_id(f"request_ids[{place}]", request_id)

@@ -36,11 +36,11 @@ LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
 """The metrics' names for operations on a stream."""
 
 # Tags of fields whose numbers fit into a tag of one byte.
-_CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | 2
-_ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3
-_TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | 2
-_REPLY_ID_TAG: Final = _fields.varint(pb.AttendStreamReply.ID_FIELD_NUMBER << 3)
-_OPERATION_TAGS: Final = {number << 3 | 2: operation for number, operation in OPERATIONS.items()}
+_CALLS_TAG: Final = pb.AttendStreamRequest.CALLS_FIELD_NUMBER << 3 | _fields.LENGTH_DELIMITED
+_ID_TAG: Final = pb.AttendStreamCall.ID_FIELD_NUMBER << 3 | _fields.VARINT
+_TIMEOUT_TAG: Final = pb.AttendStreamCall.TIMEOUT_FIELD_NUMBER << 3 | _fields.LENGTH_DELIMITED
+_REPLY_ID_TAG: Final = _fields.field_tag(pb.AttendStreamReply.ID_FIELD_NUMBER, _fields.VARINT)
+_OPERATION_TAGS: Final = {number << 3 | _fields.LENGTH_DELIMITED: operation for number, operation in OPERATIONS.items()}
 
 
 Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]

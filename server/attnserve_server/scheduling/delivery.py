@@ -33,7 +33,8 @@ class Delivery:
             if isinstance(outcome, BatchResult):
                 self._metrics.kernels(outcome.kernel_calls)
             return
-        if self._tracing is not None:
+        computes = entries[0].request.computes  # the same for all: they are of one group
+        if self._tracing is not None and computes:
             self._tracing.batch(entries, begin, outcome)
         if isinstance(outcome, RequestError):
             for entry in entries:
@@ -41,7 +42,7 @@ class Delivery:
             return
         flops = sum(entry.request.flops for entry in entries)
         tokens = sum(entry.request.query_tokens for entry in entries)
-        if entries[0].request.computes:  # the same for all: they are of one group
+        if computes:
             self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
         if (layer := entries[0].request.layer) is not None:
             self._metrics.layer_batch(layer, len(entries), tokens, flops)
