@@ -54,8 +54,8 @@ format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev ## write the tables of settings and metrics into the documents, and the Prometheus rules for Kubernetes
-	$(BIN)/python scripts/settings_table.py
-	$(BIN)/python scripts/metrics_table.py
+	$(BIN)/python -m scripts.settings_table
+	$(BIN)/python -m scripts.metrics_table
 	$(BIN)/python scripts/prometheus_rule.py
 
 bench: $(VENV)/.dev ## compare the service with torch in process, with transport alone, and with installed peers

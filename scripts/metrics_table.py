@@ -3,7 +3,7 @@
 In: the metrics as the server declares them, those that only some servers have included. Out: docs/metrics.md, with a
 section for each group of metrics between its markers.
 
-    python scripts/metrics_table.py    writes it
+    python -m scripts.metrics_table    writes it
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attnserve_server.caches.store import CacheStore
 from attnserve_server.observability import scraped
 from attnserve_server.observability.health import Health
 from attnserve_server.observability.metrics import Metrics
+from benchmarks.document import with_text
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -145,12 +146,7 @@ def _values(families: Iterable[Metric]) -> Iterator[str]:
 
 def with_tables(document: str) -> str:
     """A document with all sections between its markers. ValueError if it lacks the markers."""
-    begin, end = _MARKERS
-    before, found_begin, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{markdown()}\n{end}{after}"
+    return with_text(document, markdown(), *_MARKERS)
 
 
 if __name__ == "__main__":

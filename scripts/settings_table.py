@@ -3,7 +3,7 @@
 In: the fields of `Config`. Out: docs/configuration.md and the README, with the table between their markers; in the
 README without the variables, which are named as the flags are, and without the values that settings take.
 
-    python scripts/settings_table.py    writes them
+    python -m scripts.settings_table    writes them
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 
 from attnserve_server.settings.command_line import flag, variable
 from attnserve_server.settings.config import kind_of, settings
+from benchmarks.document import with_text
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCUMENTS: Final = {ROOT / "docs" / "configuration.md": True, ROOT / "README.md": False}
@@ -36,12 +37,7 @@ def markdown(*, full: bool = True) -> str:
 
 def with_table(document: str, *, full: bool = True) -> str:
     """A document with the table of all settings between its markers. ValueError if it lacks the markers."""
-    begin, end = _MARKERS
-    before, found_begin, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"no {begin} followed by {end}")
-    return f"{before}{begin}\n{markdown(full=full)}\n{end}{after}"
+    return with_text(document, markdown(full=full), *_MARKERS)
 
 
 if __name__ == "__main__":
