@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
-import prometheus_client
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -21,14 +15,9 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import RequestError
 from attnserve_server.observability import metrics as declared
 from attnserve_server.observability import scraped
-from attnserve_server.observability.counter import Counter
 from attnserve_server.observability.health import Health
-from attnserve_server.observability.histogram import Histogram
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.usage import MAX_CALLERS
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture
@@ -297,27 +286,6 @@ def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
 
 
 # 512 values are sorted into buckets at once: fewer, as many, more, and several times as many.
-@given(st.lists(st.floats(0, 20), max_size=40), st.integers(1, 60), st.booleans())
-def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], times: int, scraped_between: bool) -> None:
-    bounds = (0.0, 1e-5, 0.5, 1.0, 10.0)
-    registry = CollectorRegistry()
-    histogram = Histogram("h", "H.", bounds, registry, "kind", ("a", "b"))
-    counts = [0] * (len(bounds) + 1)
-    for _ in range(times):
-        for number in (*values, *bounds):
-            histogram.series("a").observe(number)
-            counts[bisect.bisect_left(bounds, number)] += 1
-        if scraped_between:
-            generate_latest(registry)
-    (family,) = parse_text(generate_latest(registry).decode())
-    read = {(s.name, s.labels["kind"], s.labels.get("le")): s.value for s in family.samples}
-    for rank, bound in enumerate([*map(str, bounds), "+Inf"]):
-        assert read["h_bucket", "a", bound] == sum(counts[: rank + 1])
-        assert read["h_bucket", "b", bound] == 0
-    assert read["h_count", "a", None] == sum(counts)
-    assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
-
-
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
@@ -384,22 +352,3 @@ def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> 
     assert value(metrics, "attnserve_cache_pool_bytes", state="used") == 0
     assert value(metrics, "attnserve_caches") == 0
     assert value(metrics, "attnserve_cache_evictions_total", reason="lease") == 1
-
-
-def test_counters_show_what_those_of_prometheus_would() -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    plain = Counter("plain_total", "Without labels.", ours)
-    several = Counter("several_total", "With two.", ours, "one", "other")
-    assert "plain_total 0.0" in generate_latest(ours).decode()
-    its = prometheus_client.Counter("plain_total", "Without labels.", registry=theirs)
-    its_several = prometheus_client.Counter("several_total", "With two.", ("one", "other"), registry=theirs)
-    for amount in (1, 0, 2.5):
-        plain.total().add(amount)
-        its.inc(amount)
-    for values in (("a", "b"), ("a", 'quoted "c"'), ("a", "b")):
-        several.total(*values).add()
-        its_several.labels(*values).inc()
-    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
-    assert generate_latest(ours).decode().splitlines() == expected
-    with pytest.raises(ValueError, match="plain_total"):
-        Counter("plain_total", "Twice.", ours)
