@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnserve import AsyncClient, Cache, Client
 from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import tensor_pb2
 from benchmarks.caches import SequenceCaches
 from benchmarks.plain import Array, PlainAttention, exact_attention
 from benchmarks.workload import (
@@ -134,9 +133,7 @@ class Decode(Shaped):
         fields: dict[str, Any] = dict(zip(("query", "key", "value"), map(tensor, self.arrays(number)), strict=False))
         sequences = self.sequences(number)
         if self.manner == "append":
-            fields["kv_lengths"] = tensor_pb2.Tensor(
-                dtype=tensor_pb2.DATA_TYPE_INT64, shape=[len(sequences)], data=self._kv_lengths(number).tobytes()
-            )
+            fields["kv_lengths"] = tensor(self._kv_lengths(number))
         names = [] if self.manner == "send" else self._caches.names(len(sequences))
         return pb.AttendRequest(caches=[pb.CacheReference(name=name) for name in names], **fields).SerializeToString()
 

@@ -78,7 +78,7 @@ class DecoderStep(Workload):
 
     @property
     def tolerance(self) -> float:
-        """Dozens of chained sums; SEMANTICS' 2e-6 is for attention alone."""
+        """Dozens of chained sums: more than the 2e-6 of an attention alone."""
         return 5e-5
 
     @property

@@ -14,7 +14,6 @@ import torch
 from attnserve import AsyncClient, Client
 from attnserve._requests.operation import ATTEND
 from attnserve.v1 import attention_pb2 as pb
-from attnserve.v1 import tensor_pb2
 from benchmarks.peers import compute
 from benchmarks.plain import Array, PlainAttention, exact_attention
 from benchmarks.workload import HEAD_DIM, HEADS, SMALL, Batch, Result, Workload, tensor
@@ -64,13 +63,10 @@ class Mixed(Workload):
         """An encoded AttendRequest."""
         problem = self.plain(number)
         query, key, value = map(tensor, problem[:3])
-        request = pb.AttendRequest(causal=problem.causal, scale=problem.scale, query=query, key=key, value=value)
-        if problem.mask is not None:
-            mask = tensor_pb2.Tensor(
-                dtype=tensor_pb2.DATA_TYPE_BOOL, shape=problem.mask.shape, data=problem.mask.tobytes()
-            )
-            request.mask.CopyFrom(mask)
-        return request.SerializeToString()
+        mask = None if problem.mask is None else tensor(problem.mask)
+        return pb.AttendRequest(
+            causal=problem.causal, scale=problem.scale, query=query, key=key, value=value, mask=mask
+        ).SerializeToString()
 
     def expected(self, number: int) -> Array:
         """[H, L, D], float64."""

@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def tolerance(self) -> float:
-        """The tolerated error of an attention: SEMANTICS' bound, or a few roundings of large outputs."""
+        """The tolerated error of an attention: that of float32, or a few roundings of large outputs."""
         return {"float32": 2e-6, "float16": 8e-3, "bfloat16": 6e-2}[self.dtype]
 
 

@@ -1,11 +1,12 @@
 """What the peers compute, with torch: the same functions as the service, for as many requests at once as possible.
 
-Imported by the peers' servers, in virtual environments of their own: it needs torch and NumPy, but not attnserve.
+Imported by the peers' servers, in virtual environments of their own: it needs torch and NumPy, but not attnserve. Torch
+in process computes so, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,20 +72,23 @@ class Layer:
             self._weights = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs [L, 512] of inputs of any lengths: projections over all rows; attention stacked if lengths are
-        equal, else one by one.
-        """
-        lengths = [len(rows) for rows in inputs]
+        """The outputs [L, 512] of inputs of any lengths."""
         rows = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs))
-        weights = self._weights
-        projected = linear(rows, weights["in_proj_weight"], weights["in_proj_bias"])
-        if len(set(lengths)) == 1:
-            attended = _heads(projected.view(len(lengths), lengths[0], 3, HEADS, HEAD_DIM)).reshape(len(rows), -1)
-        else:
-            sequences = torch.split_with_sizes(projected.view(1, len(rows), 3, HEADS, HEAD_DIM), lengths, dim=1)
-            attended = torch.cat([_heads(sequence)[0] for sequence in sequences]).view(len(rows), -1)
-        output = linear(attended, weights["out_proj.weight"], weights["out_proj.bias"])
-        return list(torch.split_with_sizes(output, lengths))
+        return multi_head(self._weights, rows, [len(each) for each in inputs])
+
+
+def multi_head(weights: Mapping[str, torch.Tensor], rows: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    """The outputs of sequences that lie end to end in rows [total, 512]: projections over all rows; attention stacked
+    if lengths are equal, else one by one.
+    """
+    projected = linear(rows, weights["in_proj_weight"], weights["in_proj_bias"])
+    if len(set(lengths)) == 1:
+        attended = _heads(projected.view(len(lengths), lengths[0], 3, HEADS, HEAD_DIM)).reshape(len(rows), -1)
+    else:
+        sequences = torch.split_with_sizes(projected.view(1, len(rows), 3, HEADS, HEAD_DIM), lengths, dim=1)
+        attended = torch.cat([_heads(sequence)[0] for sequence in sequences]).view(len(rows), -1)
+    output = linear(attended, weights["out_proj.weight"], weights["out_proj.bias"])
+    return list(torch.split_with_sizes(output, lengths))
 
 
 def _heads(projected: torch.Tensor) -> torch.Tensor:
