@@ -151,7 +151,7 @@ class AsyncClient:
     @property
     def layers(self) -> AsyncLayers:
         """The layers on the server: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
-        return AsyncLayers(self._calls.ask)
+        return AsyncLayers(self._calls)
 
     @pending
     async def create_cache(

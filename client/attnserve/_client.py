@@ -266,7 +266,7 @@ class Client:
     @property
     def layers(self) -> Layers:
         """The layers on the server: ``list``, ``get``, ``load`` and ``unload``."""
-        return Layers(self._calls.ask)
+        return Layers(self._calls)
 
     def create_cache(
         self,

@@ -7,15 +7,19 @@ In: names, and definition files on the server. Out: `Layer`, plain frozen values
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attnserve import _dtypes
 from attnserve._errors import InvalidRequestError, ProtocolError
 from attnserve._requests import arguments
 from attnserve._requests.arguments import Names
-from attnserve._rpc import Ask, AskLater, Rpc
+from attnserve._rpc import Rpc
 from attnserve._settings.config import Timeout
 from attnserve.v1 import layers_pb2 as pb
+
+if TYPE_CHECKING:
+    from attnserve import _task_calls as task_calls
+    from attnserve import _thread_calls as thread_calls
 
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
@@ -74,8 +78,8 @@ class Layers:
     an `AttnServeError`. Loading and unloading are not retried: after an `UnavailableError`, `list` shows the outcome.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, calls: thread_calls.Calls) -> None:
+        self._ask = calls.ask
 
     def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""
@@ -107,8 +111,8 @@ class Layers:
 class AsyncLayers:
     """The layers of a server: `AsyncClient.layers`. Everything is as with `Layers`, awaited."""
 
-    def __init__(self, ask: AskLater) -> None:
-        self._ask = ask
+    def __init__(self, calls: task_calls.Calls) -> None:
+        self._ask = calls.ask
 
     async def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""

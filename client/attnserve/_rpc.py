@@ -1,20 +1,18 @@
 """Unary calls other than a stream's operations: small messages encoded by stock protobuf, except for their tensors.
 
-In: a request and how to read its response. Out: `Rpc`, which both clients send in the same way, by their `Ask` or
-`AskLater`.
+In: a request and how to read its response. Out: `Rpc`, which both clients send in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from attnserve._errors import ProtocolError
 from attnserve._fields import Buffer
-from attnserve._settings.config import Timeout
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 T = TypeVar("T")
@@ -50,17 +48,3 @@ class Rpc(Generic[ResponseT, T]):
             name = self.response_type.DESCRIPTOR.name
             raise ProtocolError(f"the server sent what is not a {name}: {error}") from error
         return self.read(response)
-
-
-class Ask(Protocol):
-    """Sends an Rpc, to the server `home` or, if None, to any, and waits up to `timeout` seconds for its answer."""
-
-    def __call__(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None) -> T:
-        """Returns the answer."""
-
-
-class AskLater(Protocol):
-    """Sends an Rpc; its answer can be awaited."""
-
-    def __call__(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None) -> Awaitable[T]:
-        """Returns an awaitable of the answer."""

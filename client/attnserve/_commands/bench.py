@@ -42,18 +42,8 @@ NOISY: Final = 0.15
 """A loop whose rounds are further apart is marked."""
 MOST_ROUNDS: Final = 1000
 TITLES: Final[tuple[str, ...]] = (
-    "load",
-    "loop",
-    "req/s",
-    "tokens/s",
-    "p50",
-    "p99",
-    "p99.9",
-    "queue",
-    "compute",
-    "client CPU",
-    "batch",
-    "spread",
+    *("load", "loop", "req/s", "tokens/s", "p50", "p99", "p99.9"),
+    *("queue", "compute", "client CPU", "batch", "spread"),
 )
 LEASE_S: Final = 600.0
 """The lease of caches, so that those left behind by a killed process expire."""

@@ -315,19 +315,8 @@ def _layer_table(layers: Sequence[Layer]) -> str:
     """The layers, one per line; cells for what a layer lacks are empty."""
     if not layers:
         return "no layers are loaded"
-    titles = (
-        "name",
-        "kind",
-        "dtype",
-        "parameters",
-        "bytes",
-        "version",
-        "input",
-        "context",
-        "output",
-        "heads",
-        "blocks",
-    )
+    widths = ("input", "context", "output")
+    titles = ("name", "kind", "dtype", "parameters", "bytes", "version", *widths, "heads", "blocks")
     return table([titles, *map(_layer_row, layers)], words=3)
 
 

@@ -122,9 +122,9 @@ def encode_apply(
         input,
         returns_lse=return_lse,
         returns_scores=return_scores is not None,
+        priority=priority,
         timeout=timeout,
     )
-    call.priority = priority
     if resident:
         call.appends = _lengths(arrays)
     return call
@@ -155,6 +155,7 @@ def _header(
     request = pb.ApplyRequest(
         layer=layer,
         alignment=causal[1],
+        window=None if window is None else pb.Window(left=window[0], right=window[1]),
         return_lse=return_lse,
         return_scores=return_scores,
         average_scores=average_scores,
@@ -162,7 +163,4 @@ def _header(
     )
     if causal[0] is not None:
         request.causal = causal[0]
-    if window is not None:
-        request.window.SetInParent()
-        request.window.left, request.window.right = window
     return _call.header(request, tensors)

@@ -168,9 +168,9 @@ def encode_attend(
         query,
         returns_lse=return_lse,
         returns_scores=return_scores is not None,
+        priority=priority,
         timeout=timeout,
     )
-    call.priority = priority
     if resident and key is not None:
         shape = arrays[1][1].shape
         axis = -3 if layout == "length_first" and len(shape) > 2 else -2
@@ -195,16 +195,13 @@ def _header(
         layout=layout,
         causal=causal[0],
         alignment=causal[1],
+        window=None if window is None else pb.Window(left=window[0], right=window[1]),
+        scale=scale,
         softcap=softcap,
         return_lse=return_lse,
         return_scores=return_scores,
         priority=priority,
     )
-    if window is not None:
-        request.window.SetInParent()
-        request.window.left, request.window.right = window
-    if scale is not None:
-        request.scale = scale
     return _call.header(request, tensors)
 
 

@@ -86,6 +86,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         *,
         returns_lse: bool,
         returns_scores: bool,
+        priority: int,
         timeout: float | None,
     ) -> None:
         """Assembles a request from its header and its arrays, in the order of the header's tickets.
@@ -99,7 +100,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         """The pieces that, concatenated, are the serialised request; and their total length, in bytes."""
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
-        self.priority = 0
+        self.priority: Final = priority
         """Calls of a higher one are sent first, where calls wait to be sent."""
         self.appends: Sequence[int] = ()
         """How many tokens it appends to each resident cache, or to all; empty if it appends none."""

@@ -22,11 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import grpc
 from google.rpc.status_pb2 import Status
 
-from attnserve._errors import (
-    ClientClosedError,
-    status_from_rpc_error,
-    unreadable,
-)
+from attnserve._errors import ClientClosedError, status_from_rpc_error, unreadable
 from attnserve._memory import joined
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
