@@ -1,5 +1,5 @@
 """`python -m benchmarks.report`: what a benchmark found, from its JSON file into docs/performance.md and the README,
-and as a plot.
+and as a plot; or, of another machine, into docs/performance-elsewhere.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.plot import plot
 from benchmarks.results import NOISY, Result, WorkloadResult, by_concurrency
 
 DOCUMENT: Final = Path("docs/performance.md")
+ELSEWHERE: Final = Path("docs/performance-elsewhere.md")
 PLOT: Final = Path("docs/performance.png")
 README: Final = Path("README.md")
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -167,7 +168,7 @@ def main() -> None:
     """Writes the document and the plot."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="what the benchmark wrote")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="where it goes, between the markers")
+    parser.add_argument("--document", type=Path, help=f"where it goes, between the markers ({DOCUMENT} or {ELSEWHERE})")
     parser.add_argument("--readme", type=Path, default=README, help="where speeds and the plot go, between markers too")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
     parser.add_argument(
@@ -175,14 +176,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     result = Result.read(options.json)
+    document = options.document or (ELSEWHERE if options.elsewhere else DOCUMENT)
     if options.elsewhere:
         markers = (marker.format(options.elsewhere) for marker in (BEGIN_ELSEWHERE, END_ELSEWHERE))
-        document = with_text(options.document.read_text("utf-8"), brief(result), *markers)
-        options.document.write_text(document, "utf-8")
+        document.write_text(with_text(document.read_text("utf-8"), brief(result), *markers), "utf-8")
         return
     plot(result, options.plot)
-    text = f"{image(options.document, options.plot)}\n\n{report(result)}"
-    options.document.write_text(with_text(options.document.read_text("utf-8"), text, BEGIN, END), "utf-8")
+    text = f"{image(document, options.plot)}\n\n{report(result)}"
+    document.write_text(with_text(document.read_text("utf-8"), text, BEGIN, END), "utf-8")
     readme = with_text(options.readme.read_text("utf-8"), speeds.speeds(result), speeds.BEGIN, speeds.END)
     readme = with_text(readme, image(options.readme, options.plot), BEGIN_PLOT, END_PLOT)
     options.readme.write_text(readme, "utf-8")
