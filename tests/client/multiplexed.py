@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from attnserve._requests.operation import ATTEND, Operation
 from attnserve._requests.reply import Response
 from attnserve._servers.replicas import Replica
 from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import Others
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.multiplexer import MESSAGE_BYTES, Multiplexer
 from attnserve.v1 import attention_pb2 as pb
@@ -39,10 +41,26 @@ class Alone(Multiplexer[Any]):
         others: Callable[[], bool] = lambda: False,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        super().__init__(policy, replica or replica_of(""), others=others, message_bytes=message_bytes)
+        super().__init__(policy, replica or replica_of(""), beside(others), message_bytes=message_bytes)
 
     def tick(self, now: float, others: bool = False, excess: Callable[[], int] = lambda: 0) -> list[Outcome[Any]]:
-        return super().tick(now, others, excess)
+        with self._beside(others, excess):
+            return super().tick(now)
+
+    def asked_to_leave(self, stream: int, now: float, others: bool = False) -> None:
+        with self._beside(others):
+            super().asked_to_leave(stream, now)
+
+    @contextmanager
+    def _beside(self, others: bool, excess: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        self._others, usual = beside(lambda: others, excess), self._others
+        yield
+        self._others = usual
+
+
+def beside(exist: Callable[[], bool], excess: Callable[[], int] = lambda: 0) -> Others:
+    """Other servers, to which no call is moved here."""
+    return Others(exist, excess, lambda call: None)
 
 
 def status(code: grpc.StatusCode) -> Status:

@@ -15,11 +15,11 @@ on that stream, the replies that it still owes are awaited, and further calls go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -43,6 +43,9 @@ from attnserve._transports.line import Line, by_priority
 from attnserve._transports.message_bounds import MessageBounds
 from attnserve._transports.waiting import Waiting
 
+if TYPE_CHECKING:
+    from attnserve._transports.connection import Others
+
 T = TypeVar("T")
 
 MESSAGE_BYTES: Final = 1 << 20
@@ -63,14 +66,9 @@ class Multiplexer(Generic[T]):
     """The calls of one stream, and of its successors when it breaks."""
 
     def __init__(
-        self,
-        policy: retry.RetryPolicy,
-        replica: Replica,
-        *,
-        others: Callable[[], bool],
-        message_bytes: int = MESSAGE_BYTES,
+        self, policy: retry.RetryPolicy, replica: Replica, others: Others, *, message_bytes: int = MESSAGE_BYTES
     ) -> None:
-        """`replica` is told about the server's successes and failures; `others`: whether there are other servers."""
+        """`replica` is told about the server's successes and failures; `others` are the other servers."""
         self._policy = policy
         self._replica = replica
         self._others = others
@@ -101,7 +99,7 @@ class Multiplexer(Generic[T]):
     @property
     def wakeup(self) -> float:
         """When `tick` is due; infinite if nothing is going to be."""
-        look = self._look if self._is_behind and self._others() else inf
+        look = self._look if self._is_behind and self._others.exist() else inf
         return min(self._deadlines.least, self._waiting.wakeup, look)
 
     @property
@@ -255,14 +253,14 @@ class Multiplexer(Generic[T]):
         self._release(now)
         return outcomes
 
-    def asked_to_leave(self, stream: int, now: float, others: bool) -> None:
-        """The server asks for a stream to be closed; it still answers the calls that it has. If there are `others`,
-        calls that have not been sent go to them.
+    def asked_to_leave(self, stream: int, now: float) -> None:
+        """The server asks for a stream to be closed; it still answers the calls that it has. If there are others, calls
+        that have not been sent go to them.
         """
         if stream == self._stream:
             self._leave_stream()
             self._replica.asks_to_leave(now)
-            if others:
+            if self._others.exist():
                 self._part_with([*self._ready.calls, *self._waiting.held])
 
     def leave(self) -> None:
@@ -338,11 +336,12 @@ class Multiplexer(Generic[T]):
         affected = [call for call in self._calls.values() if call.stream == stream]
         return [self._end(call, ProtocolError(message)) for call in affected]
 
-    def tick(self, now: float, others: bool, excess: Callable[[], int]) -> list[Outcome[T]]:
-        """Does what is due: calls that waited for a retry become ready, here or, if there are `others`, elsewhere, or
-        fail if there are too many retries; calls past their deadline fail. `excess` says how many calls others would
-        answer sooner: so many of those that are not sent go there.
+    def tick(self, now: float) -> list[Outcome[T]]:
+        """Does what is due: calls that waited for a retry become ready, here or, if there are other servers, elsewhere,
+        or fail if there are too many retries; calls past their deadline fail. Of those that are not sent, as many go to
+        others as these would answer sooner.
         """
+        others = self._others.exist()
         failed = self._waiting.failed()
         if others:  # each may ask one other server
             first_time = [call for call, _ in failed if call.avoid in (None, self._replica.address)]
@@ -365,7 +364,7 @@ class Multiplexer(Generic[T]):
         self._release(now)
         if others and self._is_behind and now >= self._look:
             self._look = now + LOOK_S
-            self._part_with(self._first_unsent(excess()))
+            self._part_with(self._first_unsent(self._others.excess()))
         return outcomes
 
     def _first_unsent(self, count: int) -> list[Call[T]]:

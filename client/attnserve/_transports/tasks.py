@@ -115,7 +115,7 @@ class StreamTransport:
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
         self._bearer = bearer
         self._loop = asyncio.get_running_loop()
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others.exist)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others)
         self._others = others
         self._writable = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -239,7 +239,7 @@ class StreamTransport:
                 outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
                 try:
                     if closing:
-                        self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others.exist())
+                        self._multiplexer.asked_to_leave(stream, time.monotonic())
                         self._part_with(self._multiplexer.take_leaving())
                     self._advance()
                 finally:
@@ -271,7 +271,7 @@ class StreamTransport:
 
     def _tick(self) -> None:
         """Does what is due, whatever the streams do."""
-        outcomes = self._multiplexer.tick(time.monotonic(), self._others.exist(), self._others.excess)
+        outcomes = self._multiplexer.tick(time.monotonic())
         self._watched = inf
         self._timer = None
         try:

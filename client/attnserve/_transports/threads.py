@@ -74,7 +74,7 @@ class StreamTransport:
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others=others.exist)
+        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others)
         self._others = others
         self._rpcs: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
@@ -256,7 +256,7 @@ class StreamTransport:
             with self._lock:
                 outcomes = self._multiplexer.resolve(stream, replies, time.monotonic())
                 if closing:
-                    self._multiplexer.asked_to_leave(stream, time.monotonic(), self._others.exist())
+                    self._multiplexer.asked_to_leave(stream, time.monotonic())
                     leaving = self._multiplexer.take_leaving()
                 self._advance(outcomes)
             if len(data) <= _PROMPT_BYTES:
@@ -279,7 +279,7 @@ class StreamTransport:
                     self._timer.wait(min(pause, threading.TIMEOUT_MAX) if pause < inf else None)
                 if self._closed:
                     return
-                outcomes = self._multiplexer.tick(time.monotonic(), self._others.exist(), self._others.excess)
+                outcomes = self._multiplexer.tick(time.monotonic())
                 leaving = self._multiplexer.take_leaving()
                 self._watched = self._multiplexer.wakeup
                 self._advance(outcomes)
