@@ -1,13 +1,15 @@
 """The table of all settings of the server, in the documents.
 
 In: the fields of `Config`. Out: docs/configuration.md and the README, with the table between their markers; in the
-README without the variables, which are named as the flags are, and without the values that settings take.
+README in brief: without the variables, which are named as the flags are, and the values that settings take; and of what
+each does only what it is, and what its default means.
 
     python -m scripts.settings_table    writes them
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +24,8 @@ _MARKERS: Final = ("<!-- configuration -->", "<!-- /configuration -->")
 
 
 def markdown(*, full: bool = True) -> str:
-    """The table of all settings, in markdown, with the names of their environment variables and the values that they
-    take, as errors say them, or without.
+    """The table of all settings, in markdown: with the names of their environment variables, the values that they take,
+    as errors say them, and all that is said of them; or in brief.
     """
     heads = ["flag", *["environment variable"] * full, "default", *["values"] * full, "what it does"]
     rows = [heads, ["---"] * len(heads)]
@@ -31,8 +33,15 @@ def markdown(*, full: bool = True) -> str:
         kind = kind_of(item)
         names = [flag(item.name), *[variable(item.name)] * full]
         cells = [f"`{each}`" for each in (*names, kind.show(item.default))]
-        rows.append([*cells, *[kind.expected] * full, item.metadata["help"]])
+        help_text = item.metadata["help"]
+        rows.append([*cells, *[kind.expected] * full, help_text if full else _brief(help_text)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _brief(help_text: str) -> str:
+    """Of what is said of a setting, what it is and what its default means."""
+    first, *others = re.split(r"(?<=\.) (?=[A-Z0-9])", help_text)
+    return " ".join([first, *(each for each in others if re.match("0: |0 is|Default: ", each))])
 
 
 def with_table(document: str, *, full: bool = True) -> str:
