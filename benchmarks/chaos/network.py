@@ -107,18 +107,30 @@ class _Writer:
     numbers: Iterator[int]
     acknowledged: list[int] = field(default_factory=list)
     came_late: int = 0
+    found: int = 0
+    """How many were there although the reply was lost, with others' behind them."""
+    refused: int | None = None
+    """The number of a token that came late, and is certainly not there: it is appended next."""
 
     def step(self, random: np.random.Generator) -> None:
         """One token more, if nobody was faster."""
-        number = next(self.numbers)
+        number = next(self.numbers) if self.refused is None else self.refused
+        self.refused = None
         token = np.full((2, 1, 8), number, np.float32)
         try:
             if random.random() < 0.5:
                 self.cache.append(token, token, timeout=TIMEOUT_S)
             else:
                 self.cache.attend(token, key=token, value=token, causal=True, timeout=TIMEOUT_S)
-        except AttnServeError as error:
-            self.came_late += isinstance(error, FailedPreconditionError)
+        except FailedPreconditionError as error:
+            self.came_late += 1
+            if error.appended:
+                self.found += 1
+                self.acknowledged.append(number)
+            elif not error.resent:
+                self.refused = number
+            _refresh(self.cache)
+        except AttnServeError:
             _refresh(self.cache)
         else:
             self.acknowledged.append(number)
@@ -176,6 +188,7 @@ def run(minutes: float) -> list[Figure]:
         Figure(
             "their appends that came after another writer's", sum(writer.came_late for writer in writers), at_least=1
         ),
+        Figure("of these, appended all the same, with another's behind", sum(writer.found for writer in writers)),
         exactly("their tokens lost", sum(not written[number] for number in acknowledged), 0),
         exactly("their tokens doubled", sum(times > 1 for times in written.values()), 0),
         Figure("caches forked", forks, at_least=1),

@@ -121,7 +121,9 @@ class FailedPreconditionError(AttnServeError):
 
     @property
     def appended(self) -> bool:
-        """Whether an earlier attempt of this very request was carried out, and was the last append to its layer."""
+        """Whether an earlier attempt of this very request was carried out, so that what it appends is there, and would
+        be doubled if it were asked for again. If not, but `resent`, too many may have appended since to tell.
+        """
         return self._says("appended")
 
     @property

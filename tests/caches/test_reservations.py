@@ -8,6 +8,7 @@ import pytest
 from google.rpc import error_details_pb2
 from stores import PAGE_BYTES, SHAPE, append, store_of
 
+from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import Placement
 from attnserve_server.errors import InvalidRequest
@@ -278,26 +279,42 @@ def test_undone_appends_leave_nothing() -> None:
         store.undo(reservation)
 
 
-def test_the_last_append_is_known_until_something_else_happens() -> None:
-    """After a truncation there is none, after an undo it is the one before, and a fork starts with none."""
+def test_appends_are_known_while_they_are_there() -> None:
+    """A truncation forgets what it cuts off, an undo restores what was known, and a fork begins with nothing."""
     store = store_of(8)
     cache = store.create(replace(SHAPE, layers=2), None, 0.0)
+
+    def known(cache: Cache) -> list[list[int]]:
+        return [[append_id for append_id in range(12) if cache.has_append(layer, append_id)] for layer in (0, 1)]
+
     reservation = store.reserve([(cache, 0, 3), (cache, 1, 2)], 0.0)
     store.place(reservation, 0.0, [7, 8])
     store.cancel(reservation)
-    assert [cache.last_append(layer) for layer in (0, 1)] == [7, 8]
-    fork = store.fork(cache, None, 0.0)
-    assert [fork.last_append(layer) for layer in (0, 1)] == [0, 0]
+    assert known(cache) == [[7], [8]]
+    assert known(store.fork(cache, None, 0.0)) == [[], []]
     reservation = store.reserve([(cache, 0, 1)], 0.0)
     store.place(reservation, 0.0, [9])
-    assert [cache.last_append(layer) for layer in (0, 1)] == [9, 8]
+    assert known(cache) == [[7, 9], [8]]
     store.undo(reservation)
     store.cancel(reservation)
-    assert [cache.last_append(layer) for layer in (0, 1)] == [7, 8], "as if it had never been"
+    assert known(cache) == [[7], [8]], "as if it had never been"
     append(store, cache, 1, layer=1)
-    assert cache.last_append(1) == 0
+    assert known(cache) == [[7], [8]], "one without an id makes nobody forget"
     reservation = store.reserve([(cache, 1, 1)], 0.0)
     store.place(reservation, 0.0, [10])
     store.cancel(reservation)
-    store.truncate(cache, 1)
-    assert [cache.last_append(layer) for layer in (0, 1)] == [0, 0]
+    assert known(cache) == [[7], [8, 10]]
+    store.truncate(cache, 3)
+    assert known(cache) == [[7], [8]]
+    store.truncate(cache, 2)
+    assert known(cache) == [[], [8]]
+
+
+def test_a_layer_remembers_sixteen_appends() -> None:
+    store = store_of(8)
+    cache = store.create(SHAPE, None, 0.0)
+    for append_id in range(1, 19):
+        reservation = store.reserve([(cache, 0, 1)], 0.0)
+        store.place(reservation, 0.0, [append_id])
+        store.cancel(reservation)
+    assert [cache.has_append(0, append_id) for append_id in range(20)] == [False] * 3 + [True] * 16 + [False]

@@ -45,8 +45,8 @@ class Kept:
     def __init__(self, info: caches_pb2.Cache, layers: list[tuple[Array, Array]]) -> None:
         self.info = info
         self.layers = layers
-        self.append_ids = [0] * len(layers)
-        """The id of each layer's last append."""
+        self.appends: list[dict[int, int]] = [{} for _ in layers]
+        """By the id of an append, the length after it; for each layer, all appends that are still there."""
         self.truncations: set[int] = set()
         """The ids of all truncations."""
 
@@ -58,9 +58,10 @@ class Kept:
         return info
 
     def append(self, layer: int, key: Array, value: Array, append_id: int = 0) -> None:
-        self.append_ids[layer] = append_id
         keys, values = self.layers[layer]
         self.layers[layer] = np.concatenate([keys, key], 1), np.concatenate([values, value], 1)
+        if append_id:
+            self.appends[layer][append_id] = self.layers[layer][0].shape[1]
 
 
 class Keeper:
@@ -186,7 +187,7 @@ class Keeper:
     def _check(self, kept: Kept, layer: int, expects: Any) -> None:
         length = kept.layers[layer][0].shape[1]
         if length != expects.expected_length:
-            known = {"appended": "true"} if expects.append_id and expects.append_id == kept.append_ids[layer] else {}
+            known = {"appended": "true"} if expects.append_id in kept.appends[layer] else {}
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(length), **known)
 
     def _fork(self, request: caches_pb2.CacheServiceForkRequest) -> Message:
@@ -212,7 +213,9 @@ class Keeper:
         if longest < request.length:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
         kept.layers = [(key[:, : request.length], value[:, : request.length]) for key, value in kept.layers]
-        kept.append_ids = [0] * len(kept.layers)
+        kept.appends = [
+            {append_id: end for append_id, end in appends.items() if end <= request.length} for appends in kept.appends
+        ]
         kept.truncations.add(request.truncation_id)
         return caches_pb2.CacheServiceTruncateResponse(cache=kept.describe())
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from cache_keeper import Keeper, Refusal, attention
+from cache_keeper import Keeper, LostReply, Refusal, attention
 from cached import KEYS, QUERY, VALUES, D, H, Transport, address, client, keeper, normal, part, reference, transport
 from calls import PATIENCE_S, until
 
@@ -163,6 +163,36 @@ def test_another_ones_append_is_not_taken_for_ours(client: Any, keeper: Keeper, 
     assert keeper.caches[cache.name].layers[0][0].shape[1] == theirs, "what is theirs is there"
     cache.refresh()
     assert cache.length == theirs
+
+
+@pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
+def test_another_ones_append_behind_ours_hides_it_from_nobody(client: Any, keeper: Keeper, method: str) -> None:
+    """Ours was carried out and its reply lost, and then another client appended: whoever repeated ours would double it.
+    An append has succeeded; the result of the others is not to be had any more, and the error says so.
+    """
+    cache = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
+    keys = KEYS[0, : cache.num_kv_heads, :2]
+
+    def somebody_else(answer: Any, context: Any) -> None:
+        keeper.after.clear()
+        keeper.caches[cache.name].append(0, keys, keys, append_id=1 << 63)
+        raise LostReply
+
+    keeper.after[method] = somebody_else
+    if method == "Append":
+        _three_tokens(client, cache, method)
+        assert cache.length == 3
+    else:
+        with pytest.raises(FailedPreconditionError) as caught:
+            _three_tokens(client, cache, method)
+        error = caught.value
+        assert (error.actual_length, error.resent, error.appended, cache.length) == (5, True, True, 0)
+    assert keeper.caches[cache.name].layers[0][0].shape[1] == 5
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.append(*part(0, 1)) if method != "Apply" else cache.append(keys[:, :1], keys[:, :1])
+    assert (caught.value.actual_length, caught.value.appended) == (5, False)
+    cache.refresh()
+    assert cache.length == 5
 
 
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])

@@ -11,7 +11,8 @@ second gets FAILED_PRECONDITION, and the server recognises its id. Then
 
 - an append or a truncation has succeeded,
 - an attention is requested again without keys and values: the result is the same, since positions count from the end,
-- a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were.
+- a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were;
+- but where another writer has appended since, neither can be done, and the caller gets the error that says `appended`.
 
 All other failures are for the caller to see: a length alone may be due to another writer, or to an operation that was
 given up but ran all the same. The lengths that the SDK knows change on success only: a caller who repeats an operation
@@ -155,7 +156,10 @@ def _attending(
         repeated = without_keys()
         repeated.started = call.started
         _refer(repeated, states, layer, _after(before, call.appends))
-        result = yield repeated
+        try:
+            result = yield repeated
+        except FailedPreconditionError:
+            raise error from None
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[layer] = length
     return result
@@ -186,9 +190,13 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
         except FailedPreconditionError as error:
             if not error.appended:
                 raise
+            appended = error
         for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
             if found > length:
-                yield from _cut(state, length, found)
+                try:
+                    yield from _cut(state, length, found)
+                except FailedPreconditionError:
+                    raise appended from None
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result

@@ -66,9 +66,9 @@ class Cache:
         """The tokens of a layer."""
         return self.layers[layer].length
 
-    def last_append(self, layer: int) -> int:
-        """The id of the append that last changed a layer; 0 if it had none, or the last change was no append."""
-        return self.layers[layer].append_id
+    def has_append(self, layer: int, append_id: int) -> bool:
+        """Whether one of the last appends to a layer has this id, and all its tokens are still there."""
+        return self.layers[layer].has_append(append_id)
 
     def coming_length(self, layer: int) -> int:
         """The tokens that a layer will have after all waiting operations, if each succeeds."""

@@ -34,8 +34,8 @@ class Grow(Change):
     tokens: int
     before: int = 0
     """The tokens that the layer had before."""
-    append_id_before: int = 0
-    """The id of the append that had last changed it."""
+    appends_before: bytes = b""
+    """The last appends that it remembered."""
     copied: int | None = None
     """The shared page that is copied, if any. It is held until the copy has certainly been made and will not be undone:
     otherwise it might be freed, and overwritten by its next owner, before that.

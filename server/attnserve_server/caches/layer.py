@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from struct import Struct
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnserve_server.caches.changes import Change, Foreseen, Grow, foresee
 from attnserve_server.caches.pool import PageAllocator
 
 if TYPE_CHECKING:
     from attnserve_server.caches.page_memory import PageAddresses
+
+MOST_APPENDS: Final = 16
+"""How many appends a layer remembers."""
+_APPEND: Final = Struct("=QQ")
+"""The id of an append, and the length after it."""
 
 
 class Write(NamedTuple):
@@ -51,7 +57,7 @@ class CacheLayer:
     """The tokens and pages of one layer."""
 
     __slots__ = (
-        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "append_id", "length",
+        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "appends", "length",
         "promised",
     )  # fmt: skip
 
@@ -63,8 +69,8 @@ class CacheLayer:
         self._pages = array("i")
         self._table: PageTable | None = None
         self.length = 0
-        self.append_id = 0
-        """The id of the append that last changed it; 0 if it had none, or the last change was no append."""
+        self.appends = b""
+        """The last appends that have ids and are all still there, packed: bytes are small, and easily put back."""
         self.promised = 0
         """Free pages promised to the changes that wait."""
         # The changes that wait; the tokens that the appends among them have, and how many are no appends.
@@ -159,7 +165,9 @@ class CacheLayer:
         if pages:  # a copied page, too, is replaced by one of these
             self._table = None
             self._pages.extend(pages)
-        self.length, self.append_id = end, append_id
+        self.length = end
+        if append_id:
+            self.appends = self.appends[-(MOST_APPENDS - 1) * _APPEND.size :] + _APPEND.pack(append_id, end)
         first = start // per_page
         writes = []
         for index in range(first, len(self._pages)):
@@ -167,12 +175,16 @@ class CacheLayer:
             writes.append(Write(self._pages[index], slot, min(end - index * per_page, per_page) - slot))
         return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
 
-    def restore(self, length: int, copied: int | None, append_id: int) -> None:
-        """Undoes appends, back to `length` tokens and the append id of then; `copied` is the page that was copied, if
+    def has_append(self, append_id: int) -> bool:
+        """Whether one of the last appends has this id, and all its tokens are still there."""
+        return any(append_id == known for known, _ in _APPEND.iter_unpack(self.appends))
+
+    def restore(self, length: int, copied: int | None, appends: bytes) -> None:
+        """Undoes appends, back to `length` tokens and the `appends` of then; `copied` is the page that was copied, if
         any, which the layer holds again.
         """
         self.truncate(length)
-        self.append_id = append_id
+        self.appends = appends
         if copied is not None:
             self._allocator.release(self._pages[-1:])
             self._pages[-1] = copied
@@ -185,7 +197,9 @@ class CacheLayer:
             self._table = None
             del self._pages[self.pages_of(length) :]
             self._allocator.release(dropped)
-        self.length, self.append_id = length, 0
+        self.length = length
+        kept = [_APPEND.pack(known, end) for known, end in _APPEND.iter_unpack(self.appends) if end <= length]
+        self.appends = b"".join(kept)
 
     def fork(self) -> CacheLayer:
         """Another layer with the same tokens in the same pages."""
@@ -216,7 +230,7 @@ def clear(layers: Sequence[CacheLayer]) -> None:
     for layer in layers:
         pages += layer._pages
         layer._pages, layer._table = array("i"), None
-        layer.length = layer.append_id = 0
+        layer.length, layer.appends = 0, b""
     layers[0]._allocator.release(pages)
 
 

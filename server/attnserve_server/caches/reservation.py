@@ -66,7 +66,7 @@ def place(reservation: Reservation[Grow], append_ids: Sequence[int]) -> list[Pla
     """
     placements = []
     for (layer, append), append_id in zip(reservation.changes, append_ids, strict=True):
-        append.before, append.append_id_before = layer.length, layer.append_id
+        append.before, append.appends_before = layer.length, layer.appends
         placement, append.copied = layer.append(append.tokens, append_id)
         placements.append(placement)
     reservation.placed = True
@@ -81,6 +81,6 @@ def undo(reservation: Reservation[Grow]) -> None:
     if any(layer.length != append.before + append.tokens for layer, append in reservation.changes):
         raise ValueError("an append is undone out of turn")
     for layer, append in reservation.changes:
-        layer.restore(append.before, append.copied, append.append_id_before)
+        layer.restore(append.before, append.copied, append.appends_before)
         append.copied = None
     reservation.placed = False

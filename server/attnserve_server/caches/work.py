@@ -58,11 +58,11 @@ class Use(NamedTuple):
         return self.expected_length is None or self.expected_length == length
 
     def unexpected(self, length: int, what: str = "the cache") -> FailedPrecondition:
-        """The error of an operation that expects another length, which says so if this very append was the last one;
+        """The error of an operation that expects another length, which says so if this very append was carried out;
         `what` is the cache in the message: logs have that, and a name may be a secret.
         """
         found = {"name": self.cache.name, "length": str(length)}
-        if self.tokens and self.append_id and self.append_id == self.cache.last_append(self.layer):
+        if self.tokens and self.append_id and self.cache.has_append(self.layer, self.append_id):
             found["appended"] = "true"
             message = f"{what} has {length} tokens, for this append was carried out before; nothing was changed"
         else:
