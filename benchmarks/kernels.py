@@ -2,9 +2,8 @@
 
 In: nothing; `--document docs/performance.md` writes the table there as well, between its markers. Out: a table in
 markdown; for causal attentions of some lengths and for steps of decoders, the CPU time of one call by the native
-kernel with each set of instructions, by torch's flash kernel, and by oneDNN in blocks where such calls are computed
-so. All are called as layers call them, on tensors. They take turns; a time is the median of the turns, ± half of the
-range that the middle half of them lies in.
+kernel with each set of instructions, and by torch's flash kernel. All are called as layers call them, on tensors. They
+take turns; a time is the median of the turns, ± half of the range that the middle half of them lies in.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from attnserve_server.kernels import AttentionCall, blocked_cpu, flash_cpu
+from attnserve_server.kernels import AttentionCall, flash_cpu
 from attnserve_server.native.calls import attend_all
 from attnserve_server.native.library import Library, available
 from benchmarks.document import with_text
@@ -60,20 +59,17 @@ def ways() -> dict[str, Way]:
         library = Library(instructions)
         found[f"native, {instructions}"] = lambda call, library=library: attend_all(library, [call], None)  # type: ignore[misc]
     found["torch, flash"] = flash_cpu.attend
-    if blocked_cpu.AVAILABLE:
-        found["oneDNN, blocks"] = blocked_cpu.attend
     return found
 
 
 def measured(call: AttentionCall, ways: dict[str, Way]) -> dict[str, Time]:
-    """The time that each kernel takes for a call; blocks only for calls that they are chosen for."""
-    chosen = {name: way for name, way in ways.items() if way is not blocked_cpu.attend or blocked_cpu.applies(call)}
-    repeats, times = {}, {name: list[float]() for name in chosen}
-    for name, way in chosen.items():
+    """The time that each kernel takes for a call."""
+    repeats, times = {}, {name: list[float]() for name in ways}
+    for name, way in ways.items():
         way(call)  # also does what is done only once
         repeats[name] = max(1, round(AT_LEAST_S / max(_timed(way, call, 1), 1e-6)))
     for _ in range(ROUNDS):
-        for name, way in chosen.items():
+        for name, way in ways.items():
             times[name].append(_timed(way, call, repeats[name]))
     return {name: Time.of(each) for name, each in times.items()}
 
@@ -107,7 +103,7 @@ def table() -> str:
     for name, call in calls():
         times = measured(call, found)
         ratio = times["torch, flash"].median / times[first].median
-        lines.append([name, *(str(times.get(way, "")) for way in found), f"{ratio:.2f}"])
+        lines.append([name, *(str(times[way]) for way in found), f"{ratio:.2f}"])
     lines.insert(1, ["---", *("---:" for _ in lines[0][1:])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
-from attnserve_server.kernels import KERNELS, blocked_cpu
+from attnserve_server.kernels import KERNELS
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
@@ -211,7 +211,7 @@ def test_what_a_device_says_of_itself(tensor_devices: dict[int, CpuDevice]) -> N
     assert (device.name, device.threads, device.memory()) == ("cpu", 2, {})
     assert device.description
     names = [name for name, _ in device.kernels()]
-    assert names == ["cpu_pages", *["cpu_blocked"] * blocked_cpu.AVAILABLE, "cpu_flash", "math"]
+    assert names == ["cpu_pages", "cpu_flash", "math"]
     batch = device.run([messages.read(messages.random_attend(seed)) for seed in range(2)])
     assert dict(batch.kernel_calls) == {"cpu_flash": 1}  # two requests, one call
     assert min(batch.staging, batch.compute, batch.fetch) > 0

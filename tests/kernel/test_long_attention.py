@@ -1,6 +1,6 @@
-"""The kernel for many queries and keys: blocks of scores, whatever excludes keys and however large the scores are.
+"""Many queries and keys by the kernels on torch tensors: whatever excludes keys and however large the scores are.
 
-Its results are compared with the oracle, with the math kernel, or with its own in other batches.
+Results are compared with the oracle, with the math kernel, or with those in other batches.
 """
 
 from __future__ import annotations
@@ -15,67 +15,27 @@ import pytest
 import torch
 from bits import assert_same_results
 from cases import Plan
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernel_calls import call_of, run
 
-from attnserve_server.kernels import AttentionCall, attend, blocked_cpu, kernel_for, written_out
-from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.blocks import KEY_GRID, PART_KEYS, plan
+from attnserve_server.kernels import flash_cpu, written_out
 
 LONG: dict[str, Any] = {"batch": 1, "query_length": 301, "key_length": 333, "head_dim": 16, "key_dim": 16}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _blocked() -> Iterator[None]:
-    """One thread per call, as on the CPU device, and a lower length threshold to keep tests fast."""
+def _alone() -> Iterator[None]:
+    """One thread per call, as on the CPU device."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("LEAST_PRODUCTS", "LEAST_CAUSAL_PRODUCTS"):
-            patch.setattr(blocked_cpu, name, 0)
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
 def check(case: Any) -> None:
-    """Asserts that a case is computed in blocks, where this machine can, and agrees with the oracle."""
-    call = call_of(case, return_lse=True)
-    result = run(call)
-    assert result.kernel == blocked_cpu.NAME or not blocked_cpu.AVAILABLE
+    """Asserts that a case is computed by the flash kernel, and agrees with the oracle."""
+    result = run(call_of(case, return_lse=True))
+    assert result.kernel == flash_cpu.NAME
     accuracy.check(case, result)
-
-
-BOUND = st.integers(-1, 1300)
-
-
-@settings(max_examples=60)
-@given(
-    lengths=st.tuples(st.integers(1, 700), st.integers(1, 2500)),
-    offset=st.integers(-800, 2600) | st.sampled_from([2**40, -(2**40)]),
-    window=st.tuples(BOUND, BOUND),
-    causal=st.booleans(),
-    group=st.integers(1, 40),
-)
-def test_blocks_hold_every_pair_of_a_band_once(
-    lengths: tuple[int, int], offset: int, window: tuple[int, int], causal: bool, group: int
-) -> None:
-    queries, keys = lengths
-    band = Band.of(queries, keys, offset, causal, window)
-    rows, blocks = plan(band, group)
-    seen = torch.zeros(queries, keys + KEY_GRID, dtype=torch.int)
-    for block in blocks:
-        count = block.stop - block.start
-        assert 0 < count <= rows
-        for part in block.parts:
-            width = part.keys.stop - part.keys.start
-            assert width % KEY_GRID == 0 < width <= PART_KEYS
-            added = torch.zeros(rows, width)
-            for edge in part.edges:
-                added[:, edge.keys] += edge.added
-            seen[block.start : block.stop, part.keys] += (added[:count] == 0).int()
-    assert (seen[:, :keys] == band.tensor(torch.device("cpu")).int()).all()
-    assert not seen[:, keys:].any()
 
 
 @pytest.mark.parametrize(
@@ -175,16 +135,14 @@ def test_scores_may_be_beyond_float32(options: dict[str, Any], sign: int) -> Non
             case.options[name][77] = nothing
     case = replace(case, query=query, key=key)
     result = run(call_of(case, return_lse=True))
-    assert result.kernel == blocked_cpu.NAME or not blocked_cpu.AVAILABLE
+    assert result.kernel == flash_cpu.NAME
     accuracy.check_beyond_float32(case, result)
 
 
 @pytest.mark.parametrize("name", ["mask", "bias"])
-def test_rows_with_nothing_to_attend_are_not_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_nothing_to_attend(name: str) -> None:
     case = Plan(**LONG, **{f"{name}_shape": (301, 333)}).case(8)
     case.options[name][77] = False if name == "mask" else -np.inf
-    if blocked_cpu.AVAILABLE:
-        monkeypatch.setattr(written_out, "attend_heads", None)
     check(case)
 
 
@@ -225,36 +183,10 @@ def test_narrower_keys(narrower: torch.dtype) -> None:
     assert_same_results(run(narrow), run(wide))
 
 
-def test_which_calls_are_for_other_kernels() -> None:
-    """Calls that are short, have learned scores or have another precision."""
-    query = torch.randn(1, 2, 256, 64)
-    call = AttentionCall(query, query, query, 0.125)
-    for mine in (call, replace(call, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))):
-        assert blocked_cpu.applies(mine)
-        assert (kernel_for(mine).name == blocked_cpu.NAME) == blocked_cpu.AVAILABLE
-    half = query.half()
-    few, short = query[:, :, : blocked_cpu.LEAST_ROWS - 1], query[:, :, : blocked_cpu.LEAST_KEYS - 1]
-    for other in (
-        replace(call, softcap=1.0),
-        replace(call, return_scores="raw"),
-        replace(call, alibi_slopes=torch.ones(2)),
-        replace(call, scale=0.0),
-        replace(call, query=few),
-        replace(call, key=short, value=short),
-        replace(call, query=half, key=half, value=half),
-        replace(call, query=query.double(), key=query.double(), value=query.double()),
-    ):
-        assert not blocked_cpu.applies(other)
-        assert kernel_for(other).name in ("cpu_flash", "math")
-        assert attend(other).kernel != blocked_cpu.NAME
-
-
 @pytest.mark.parametrize("width", [192, 256, 512, 1040])
 def test_wide_heads_are_as_exact_as_others(width: int) -> None:
-    """Sums of so many products, one after the other, would not be."""
     plan = Plan(batch=1, query_length=256, key_length=256, causal=True, head_dim=width, key_dim=width, value_dim=width)
     for seed in range(3):
         case = plan.case(seed)
         result = run(call_of(case, return_lse=True))
         np.testing.assert_allclose(result.output, case.expected.output, rtol=0, atol=2e-6)
-        assert (result.kernel == blocked_cpu.NAME) == (blocked_cpu.AVAILABLE and width <= blocked_cpu.MAX_WIDTH)

@@ -50,14 +50,6 @@ class Band:
         begin, end = self.begin(0), self.end(self.query_length - 1)
         return (begin, end) if begin < end else (0, 0)
 
-    def reaching(self) -> tuple[int, int]:
-        """The range of queries that reach any key; empty if none does."""
-        if not self.kv_length:
-            return 0, 0
-        first = max(0, -self.offset - self.right) if self.right >= 0 else 0
-        last = self.kv_length + self.left - self.offset if self.left >= 0 else self.query_length
-        return first, min(last, self.query_length)
-
     def narrowed(self) -> tuple[Band, int, int]:
         """The same band over the keys within reach, and their range."""
         begin, end = self.reach()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from attnserve_server.kernels import blocked_cpu, efficient_cuda, flash_cpu, varlen_cuda, written_out
+from attnserve_server.kernels import efficient_cuda, flash_cpu, varlen_cuda, written_out
 from attnserve_server.kernels.bias import nothing_to_attend
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
 from attnserve_server.kernels.ragged import RaggedKernel
@@ -30,17 +30,7 @@ class Kernel:
     heads_apart: bool = False
 
 
-_BLOCKED_CPU = Kernel(
-    blocked_cpu.NAME,
-    "cpu",
-    "float32 dot products of many queries with many keys, masks, biases, windows and sinks; on AMD with AVX-512",
-    blocked_cpu.applies,
-    blocked_cpu.attend,
-    heads_apart=True,
-)
-
 KERNELS: tuple[Kernel, ...] = (
-    *([_BLOCKED_CPU] if blocked_cpu.AVAILABLE else ()),
     Kernel(
         flash_cpu.NAME,
         "cpu",
