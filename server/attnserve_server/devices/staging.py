@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from attnserve.v1 import tensor_pb2 as pb
-from attnserve_server.devices.inputs import Allocate, KeptPlace, Place, arranged, fill
+from attnserve_server.devices.inputs import arranged, copy, fill
+from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, accumulation_dtype, part_of
 from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.requests.extent import Span
@@ -31,6 +33,10 @@ TORCH: dict[int, torch.dtype] = {
 }
 """The torch dtype that the elements of each dtype of the wire are read as."""
 
+LOOKED_AT: Final = 4 << 20
+"""Staging checks inputs of up to this many bytes for finiteness, all at once; kernels check larger ones, on threads."""
+
+Allocate = Callable[[int], torch.Tensor]
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -52,25 +58,21 @@ class Stager:
         self._allocate = allocate
         self._upload = upload
         self._looks = looks
-        self._kept = KeptPlace()
 
     def stage(self, requests: Sequence[Request]) -> list[StagedCall]:
         """The calls for a batch."""
         staged: list[StagedCall] = []
-        stacks = _stacks(requests)
-        for indexes in stacks:
-            staged += self._stage_stack(requests, indexes, len(stacks) == 1)
+        for indexes in _stacks(requests):
+            staged += self._stage_stack(requests, indexes)
         return staged
 
-    def _stage_stack(self, requests: Sequence[Request], indexes: list[int], only: bool) -> Iterator[StagedCall]:
-        """The calls for requests that share a problem; several requests only if each has a single span. `only` says
-        that they are the whole batch.
-        """
+    def _stage_stack(self, requests: Sequence[Request], indexes: list[int]) -> Iterator[StagedCall]:
+        """The calls for requests that share a problem; several requests only if each has a single span."""
         members = [requests[index] for index in indexes]
         problem, spans = members[0].problem, members[0].spans
         if not problem.batch * problem.query_length:
             return  # nothing to compute, however many sequences of length 0 there may be
-        query, key, value, finite = self._inputs(members, only)
+        query, key, value, finite = self._inputs(members)
         exact = accumulation_dtype(TORCH[problem.dtype])
         mask = self._broadcast(members, "mask", torch.bool)
         bias = self._broadcast(members, "bias", exact)
@@ -120,22 +122,33 @@ class Stager:
                 [(index, span) for index in indexes],
             )
 
-    def _inputs(self, members: Sequence[Request], only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    def _inputs(self, members: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Queries, keys and values [N, H, L, D], packed, of requests that share a problem, sequence by sequence; and
         whether they are known to hold neither NaN nor infinities.
 
-        They share memory, which is allocated, uploaded and checked in one go. It is reused only where that is safe:
-        where the device has computed its inputs before anything else is staged on this thread.
+        They share memory, which is allocated, uploaded and checked in one go.
         """
-        problem = members[0].problem
-        choose = self._kept.place if only and self._looks else Place
-        place = choose(problem, TORCH[problem.dtype], len(members), self._allocate)
-        place.fill(members)
-        elements = self._upload(place.elements)
-        query, key, value = place.inputs if elements is place.elements else place.inputs_in(elements)
+        problem, count, end, used = members[0].problem, len(members), 0, 0
+        dtype, begins = TORCH[problem.dtype], []
+        specs = [problem.tensors[name] for name in ("query", "key", "value")]
+        for spec in specs:
+            begins.append(end)
+            used += spec.size * count
+            end += -(-spec.size * count // CACHE_LINE) * CACHE_LINE
+        raw = self._allocate(end)
+        target = memoryview(raw.numpy())  # type: ignore[arg-type]
+        for spec, start in zip(specs, begins, strict=True):
+            for member in members if spec.size else ():
+                start = copy(member.payloads[spec.payload], target, start)
+        elements = self._upload(raw.view(dtype))
+        query, key, value = (
+            elements.as_strided(*arranged(spec.shape, problem.length_first, count), begin // dtype.itemsize)
+            for spec, begin in zip(specs, begins, strict=True)
+        )
         if problem.length_first:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        finite = self._looks and place.whole and surely_finite(elements)
+        # Gaps between them hold anything.
+        finite = self._looks and used == end <= LOOKED_AT and surely_finite(elements)
         return query, key, value, finite
 
     def _tensor(self, members: Sequence[Request], name: str) -> torch.Tensor:
