@@ -50,7 +50,7 @@ def test_the_document_shows_the_metrics_as_they_are() -> None:
 
 def test_everything_that_is_read_when_scraped_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what only some servers have."""
-    collectors = {each for each in vars(scraped).values() if isinstance(each, type) and hasattr(each, "describe")}
+    collectors = {each for each in vars(scraped).values() if isinstance(each, type) and hasattr(each, "collect")}
     collectors = {each for each in collectors if each.__module__ == scraped.__name__}
     read = set()
     for collector in collectors:
@@ -80,8 +80,9 @@ def test_a_server_has_no_metrics_but_those_listed(start_server: Callable[..., Se
 
 def test_names_are_those_that_prometheus_shows() -> None:
     exposed = generate_latest(metrics_table.registry()).decode()
-    names = {line.split()[2] for line in exposed.splitlines() if line.startswith("# TYPE")}
-    assert rows().keys() == names
+    names = [line.split()[2] for line in exposed.splitlines() if line.startswith("# TYPE")]
+    assert len(set(names)) == len(names), "each is declared once"
+    assert rows().keys() == set(names)
     assert rows()["attnserve_requests_total"][:2] == ["counter", "`operation`, `code`"]
     assert "attnserve_tls_certificate_expiry_timestamp_seconds" in names
 

@@ -71,9 +71,6 @@ class Load:
                 limits.add_metric([bound], most)
         yield limits
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
 
 class State:
     """The state of the server: 1 for the present one, 0 for the others."""
@@ -91,9 +88,6 @@ class State:
             family.add_metric([state], state == self._health.state)
         yield family
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
 
 class Certificate:
     """When the server's certificate expires."""
@@ -107,9 +101,6 @@ class Certificate:
             "When the server's certificate expires, in seconds since 1970; NaN if it cannot tell. Only with TLS.",
             value=self._expiry(),
         )
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # files are read only for those who ask
 
 
 class Reloads:
@@ -129,9 +120,6 @@ class Reloads:
         for file, failed in self._failed.items():
             family.add_metric([file], failed())
         yield family
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # files are read only for those who ask
 
 
 class Device:
@@ -165,9 +153,6 @@ class Device:
                 memory.add_metric([state], size)
             yield memory
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # what it reads may not be there yet
-
 
 class Loop:
     """How busy the event loop is: the seconds in which it did not wait for events."""
@@ -183,9 +168,6 @@ class Loop:
             value=self._busy_seconds(),
         )
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # outside the loop there is nothing to read
-
 
 class Log:
     """How many lines of the log were not written."""
@@ -199,9 +181,6 @@ class Log:
             "Log lines that were not written, because standard error was not read in time or could not be written to.",
             value=self._left_out(),
         )
-
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
 
 
 class Callers:
@@ -254,9 +233,6 @@ class Callers:
             family.add_metric([name], sizes.get(name, 0))
         return family
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
 
 class Caches:
     """The contents of a store of caches and what has happened in it, in its own numbers."""
@@ -306,6 +282,3 @@ class Caches:
             yield CounterMetricFamily(f"attnserve_cache_{name}", help, value)
         yield pool
         yield evictions
-
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
