@@ -105,15 +105,16 @@ class MultiHead:
         return direct_of(self._specification, weights, self.scoring.scale, self.scoring.alibi_slopes)
 
     def entrance(self, crossed: bool) -> tuple[Projection, tuple[Turning | None, Turning | None]]:
-        """What `project` computes, or if `crossed`, `project_queries`: a projection, of which queries and keys are
-        rotated then.
+        """What `project` computes, or if `crossed`, `project_queries`: a projection, and how queries and keys are
+        rotated then, which is for those of `project` alone.
         """
         projection = self._query if crossed else self._all
         assert projection is not None
         if self.rotation is None:
             return projection, (None, None)
-        turned = [self.rotation.turning(columns, self._specification.head_dim) for columns in projection.columns[:2]]
-        return projection, (turned[0], None if crossed else turned[1])
+        query, key, _ = projection.columns
+        head_dim = self._specification.head_dim
+        return projection, (self.rotation.turning(query, head_dim), self.rotation.turning(key, head_dim))
 
     @property
     def finish_flops(self) -> int:

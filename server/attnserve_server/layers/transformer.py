@@ -102,7 +102,7 @@ class TransformerLayer:
                 break
             batch = self._batch([inputs[n] for n in places])
             own = Residents(residents.pool, [residents.of_requests[n] for n in places])
-            found = decoder.run(batch, self._embedded(batch), self._rotations(batch, False)[0], own)
+            found = decoder.run(batch, self._embedded(batch), self._rotations(batch), own)
             if isinstance(found, torch.Tensor):
                 return dict(zip(places, map(LayerOutput, batch.unpack(found)), strict=True))
             places = [n for place, n in enumerate(places) if place not in found]
@@ -113,22 +113,19 @@ class TransformerLayer:
         compute, batch = self._compute, self._batch(inputs)
         contexts = None if batch.contexts is None else batch.pack_contexts()
         packings = {False: batch.inputs, True: batch.contexts}
-        rotations = {crossed: self._rotations(batch, crossed) for crossed, packing in packings.items() if packing}
         if residents is not None:
             del packings[False]
         stacks = {crossed: batch.stacks(int(crossed), packing) for crossed, packing in packings.items() if packing}
 
-        rows, attended, block = self._embedded(batch), None, 0
+        rows, attended, block, rotations = self._embedded(batch), None, 0, self._rotations(batch)
         own = None if residents is None else self._resident_attention(batch, residents)
         for step, passage in zip(self._steps, self._passages, strict=False):
-            rotation, key_rotation = rotations[step.crossed]
-            rows, projected = passage(rows, attended, rotation)
+            rows, projected = passage(rows, attended, None if step.crossed else rotations)
             projected_contexts = None
             if step.crossed and contexts is not None:
                 projected_contexts = compute.rows(
                     step.attention.project_contexts,
                     contexts,
-                    *([] if key_rotation is None else [key_rotation]),
                     flops=len(contexts) * step.attention.context_flops,
                     parallel=self._parallel,
                 )
@@ -155,16 +152,10 @@ class TransformerLayer:
         window, scoring = self.architecture.block.self_attention.window, self._steps[0].attention.scoring
         return ResidentAttention(self._compute, batch, residents, scoring, window)
 
-    def _rotations(self, batch: Batch, crossed: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Rotations of queries (and of self-attention's keys, at the same positions), and of a context's keys."""
-        rotation = next((step.attention.rotation for step in self._steps if step.crossed is crossed), None)
-        if rotation is None:
-            return None, None
-        device = self._compute.torch_device
-        queries = rotation.of(batch.positions(device))
-        if not crossed or batch.contexts is None:
-            return queries, None
-        return queries, rotation.of(batch.contexts.positions([0] * len(batch.contexts.lengths), device))
+    def _rotations(self, batch: Batch) -> torch.Tensor | None:
+        """Those of self-attention's queries and keys, which are at the same positions; None without any."""
+        rotation = self._steps[0].attention.rotation if self._steps else None
+        return None if rotation is None else rotation.of(batch.positions(self._compute.torch_device))
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """What the first block gets, [rows, width]."""
