@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from attnserve_server.layers.checkpoint import inspect, load, read_json, resolve
+from attnserve_server.layers.checkpoint import load, open_checkpoint, read_json, resolve
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.header import HeaderError, read_header
 from attnserve_server.layers.specification import Dtype, LayerSpecification, LearnedScore, ParameterSource
@@ -50,7 +50,7 @@ def test_the_header_says_what_safetensors_itself_reads(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.zeros(2, index + 1).to(dtype) for index, dtype in enumerate(dtypes)}
     tensors |= {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 5)}
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
-    found = inspect(tmp_path, FILE)
+    found = open_checkpoint(tmp_path, FILE).tensors
     assert {name: info.shape for name, info in found.items()} == {name: (*t.shape,) for name, t in tensors.items()}
     names = ("float32", "float16", "bfloat16", "float64")
     assert [found[f"torch.{name}"].dtype for name in names] == list(names)
@@ -89,7 +89,7 @@ BROKEN: dict[str, bytes] = {
 def test_files_that_are_not_what_they_say(tmp_path: Path, what: str) -> None:
     (tmp_path / FILE).write_bytes(BROKEN[what])
     with pytest.raises(LayerError) as caught:
-        inspect(tmp_path, FILE)
+        open_checkpoint(tmp_path, FILE)
     (defect,) = caught.value.defects
     assert (defect.file, defect.parameter) == (FILE, "")
     assert str(tmp_path) not in str(caught.value)
@@ -160,7 +160,7 @@ def test_no_path_leaves_the_model_directory(models: Path, way: str) -> None:
     (models.parent / "models-secret").write_bytes((models / FILE).read_bytes())
     file = ESCAPES[way](models)
     with pytest.raises(LayerError) as caught:
-        inspect(models, file)
+        open_checkpoint(models, file)
     assert not isinstance(caught.value, NoSuchFileError)  # nor does it reveal whether the file exists
     with pytest.raises(LayerError):
         load(general_of(file), models, "cpu")
@@ -182,25 +182,25 @@ def test_shards_do_not_leave_it_either(models: Path) -> None:
     index = {"weight_map": {"weight": "../secret.safetensors"}}
     (models / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(LayerError, match="a path below the model directory"):
-        inspect(models, ".")
+        open_checkpoint(models, ".")
 
 
 def test_links_within_it_are_followed(models: Path) -> None:
     """As in the file layout of a download cache."""
     link(models / "inner" / "model.safetensors", f"../{FILE}")
-    assert inspect(models, "inner")["weight"].shape == (2, 3)
+    assert open_checkpoint(models, "inner").tensors["weight"].shape == (2, 3)
     link(models.parent / "elsewhere", models)
     assert resolve(models.parent / "elsewhere", FILE) == (models / FILE).resolve()
 
 
 def test_what_is_no_file(models: Path) -> None:
     with pytest.raises(NoSuchFileError):
-        inspect(models, "none.safetensors")
+        open_checkpoint(models, "none.safetensors")
     with pytest.raises(NoSuchFileError, match=r"model.safetensors or model.safetensors.index.json, found neither"):
-        inspect(models, "inner")
+        open_checkpoint(models, "inner")
     os.mkfifo(models / "pipe.safetensors")
     with pytest.raises(LayerError, match="expected a file, found something else"):
-        inspect(models, "pipe.safetensors")
+        open_checkpoint(models, "pipe.safetensors")
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -210,7 +210,8 @@ def test_shards(tmp_path: Path) -> None:
         save_file({name: tensor for name, tensor in tensors.items() if places[name] == shard}, tmp_path / shard)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    assert set(inspect(tmp_path, index.name)) == set(inspect(tmp_path, ".")) == set(tensors)
+    for file in (index.name, "."):
+        assert set(open_checkpoint(tmp_path, file).tensors) == set(tensors)
     for name, tensor in tensors.items():
         layer = general_with(index.name, ParameterSource(tensor=name))
         assert torch.equal(load(layer, tmp_path, "cpu")["score.weight"], tensor)
@@ -220,12 +221,12 @@ def test_shards(tmp_path: Path) -> None:
     )
     (tmp_path / "part-1.safetensors").write_bytes(b"nothing")
     with pytest.raises(LayerError) as caught:
-        inspect(tmp_path, index.name)
+        open_checkpoint(tmp_path, index.name)
     assert sorted(defect.file for defect in caught.value.defects) == [f"part-{n}.safetensors" for n in (0, 1, 7)]
     for text in ("[]", "{", '{"weight_map": {"a": 1}}', "\xff"):
         index.write_text(text)
         with pytest.raises(LayerError):
-            inspect(tmp_path, index.name)
+            open_checkpoint(tmp_path, index.name)
 
 
 def general_with(file: str, source: ParameterSource) -> LayerSpecification:

@@ -91,11 +91,6 @@ def open_checkpoint(directory: Path, file: str, layer: str = "") -> Checkpoint:
     return Checkpoint(file, tensors, dict.fromkeys(tensors, path))
 
 
-def inspect(directory: Path, file: str) -> dict[str, TensorInfo]:
-    """The dtype and the shape of each tensor of a checkpoint, from the headers alone. Raises LayerError."""
-    return dict(open_checkpoint(directory, file).tensors)
-
-
 def _header(path: Path, file: str, layer: str) -> dict[str, TensorInfo]:
     try:
         return read_header(path)

@@ -15,7 +15,6 @@ from typing import TypeAlias
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics
-from attnserve_server.observability.tracing import Trace
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.fast_path import Answered, FastPath
@@ -51,21 +50,13 @@ class EngineCalls:
 
     async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
-        message, held = await self._reply_to(read, fast_path, *received)
+        message, held = await self._reply_to(read, fast_path, received)
         when_sent(partial(self._engine.release, held))
         return message
 
-    async def _reply_to(
-        self,
-        read: ReadWhole,
-        fast_path: FastPath | None,
-        caller: Caller,
-        message: bytes,
-        arrival: float,
-        timeout: float | None,
-        trace: Trace | None,
-    ) -> tuple[bytes, Held]:
+    async def _reply_to(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> tuple[bytes, Held]:
         """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
+        caller, message, arrival, timeout, trace = received
         learns, usage = False, self._metrics.usage.of(caller.name)
         if fast_path is not None and trace is None:
             answered = fast_path.answer_request(caller, message, arrival, timeout)
