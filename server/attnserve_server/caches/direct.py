@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnserve import _dtypes
 from attnserve_server.caches.page_memory import PageLayout
@@ -20,13 +18,14 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.payloads import (
+    NOTHING_MORE,
+    More,
     address,
-    address_of,
     aligned,
     applies,
     broadcast_strides,
-    floats,
     memory_of,
+    more_of,
     shape_of,
 )
 from attnserve_server.requests.problem import Problem
@@ -63,48 +62,23 @@ def attend_requests(
     for place, request in enumerate(requests):
         plan = planned(request.problem, shape, layout)
         if plan is not None:
-            inputs = _NOTHING_MORE
+            more = NOTHING_MORE
             if plan.has_more:
-                inputs = _Inputs.of(request)
-                alive.append(inputs)
-            results[place] = _add(calls, request, plan, inputs)
+                more = more_of(request.problem, request.payloads)
+                alive.append(more)
+            results[place] = _add(calls, request, plan, more)
             owners += [place] * len(request.uses)
     effort = sum(request.effort for request in requests)
     return results, broken_of(attend_paged(calls, pool, compute, effort) if calls else [], owners)
 
 
-class _Inputs(NamedTuple):
-    """The address of the mask's payload; biases and the like, which may have been converted."""
-
-    mask: int
-    bias: NDArray[Any] | None
-    alibi_slopes: NDArray[Any] | None
-    sinks: NDArray[Any] | None
-
-    @staticmethod
-    def of(request: CachedRequest) -> _Inputs:
-        """Those of a request."""
-        problem, payloads = request.problem, request.payloads
-        mask = problem.tensors.get("mask")
-        return _Inputs(
-            0 if mask is None else address(payloads, mask.payload),
-            *(floats(problem, payloads, name) for name in ("bias", "alibi_slopes", "sinks")),
-        )
-
-
-_NOTHING_MORE: Final = _Inputs(0, None, None, None)
-
-
-def _add(calls: list[PagedCall], request: CachedRequest, plan: Plan, inputs: _Inputs) -> RequestResult:
+def _add(calls: list[PagedCall], request: CachedRequest, plan: Plan, more: More) -> RequestResult:
     """Adds a call for each sequence of a request. Returns where the results will be."""
     lse_at = aligned(plan.output_bytes)
     reply, output = memory_of(lse_at + plan.lse_bytes)
     query = address(request.payloads, request.problem.tensors["query"].payload)
     lse = output + lse_at if plan.lse_bytes else 0
-    mask = inputs.mask
-    bias, slopes, sinks = (
-        (0 if each is None else address_of(each) for each in inputs[1:]) if plan.has_more else (0, 0, 0)
-    )
+    mask, bias, slopes, sinks, _ = more
     steps, shape = plan.steps, plan.shape
     for b, use in enumerate(request.uses):
         own = Own(

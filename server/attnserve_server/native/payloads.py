@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,30 @@ def broadcast_strides(problem: Problem, name: str) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArray[Any] | None:
+class More(NamedTuple):
+    """The addresses of what a request has beside query, key and value, 0 where it has no such tensor. What may have
+    been converted is there as long as `alive` is.
+    """
+
+    mask: int = 0
+    bias: int = 0
+    alibi_slopes: int = 0
+    sinks: int = 0
+    alive: object = None
+
+
+NOTHING_MORE: Final = More()
+
+
+def more_of(problem: Problem, payloads: Payloads) -> More:
+    """What a request has beside query, key and value."""
+    mask = problem.tensors.get("mask")
+    alive = [_floats(problem, payloads, name) for name in ("bias", "alibi_slopes", "sinks")]
+    bias, slopes, sinks = (0 if each is None else address_of(each) for each in alive)
+    return More(0 if mask is None else address(payloads, mask.payload), bias, slopes, sinks, alive)
+
+
+def _floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDArray[Any] | None:
     """A bias, slopes or sinks as float32, where what was finite stays finite."""
     spec = problem.tensors.get(name)
     if spec is None:

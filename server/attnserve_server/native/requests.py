@@ -15,14 +15,13 @@ from attnserve_server.native.broken import Broken, broken_of
 from attnserve_server.native.library import Addresses, Keys, Library, Threads, pack, pack_several
 from attnserve_server.native.payloads import (
     NATIVE_FROM_WIRE,
-    address,
-    address_of,
+    NOTHING_MORE,
     addresses,
     aligned,
     applies,
     broadcast_strides,
-    floats,
     memory_of,
+    more_of,
     shape_of,
     strides_of,
 )
@@ -35,7 +34,6 @@ MOST_KEPT: Final = 4096
 """How many problems are remembered."""
 MOST_SEQUENCES: Final = 1 << 14
 """Requests of more are left to other kernels: each sequence takes the memory of a call, however small it is."""
-_FLOATS: Final = ("bias", "alibi_slopes", "sinks")
 
 
 class Sequences(NamedTuple):
@@ -88,14 +86,11 @@ class NativeRequests:
             memory, output = memory_of(plan.reply_bytes)
             lse = output + plan.lse_at if plan.lse_at else 0
             query, key, value = addresses(request.payloads, plan.inputs)
-            mask = bias = slopes = sinks = 0
+            more = NOTHING_MORE
             if plan.has_more:
-                problem, payloads = plan.problem, request.payloads
-                if "mask" in problem.tensors:
-                    mask = address(payloads, problem.tensors["mask"].payload)
-                converted = [floats(problem, payloads, name) for name in _FLOATS]
-                alive.append(converted)  # until the kernel has read them
-                bias, slopes, sinks = (0 if each is None else address_of(each) for each in converted)
+                more = more_of(plan.problem, request.payloads)
+                alive.append(more)  # until the kernel has read it
+            mask, bias, slopes, sinks, _ = more
             for number, offsets, shape in plan.sequences:
                 of_query, of_key, of_value, of_output, of_lse, of_mask, of_bias = offsets
                 first: Addresses = (
