@@ -12,7 +12,7 @@ enum {
     FEW_ROWS = 3,       /* of a call and a key head: up to this many are computed without transposition */
     NARROW_TILES = TILE_VECTORS < 4, /* a tile's columns are too few sums for a single row, which stalls on each */
     FEW_VECTORS = NARROW_TILES ? 4 : TILE_VECTORS, /* of outputs at once, for a single row */
-    SUMMED = 64,        /* products: a score of wider heads is a sum of such sums, for smaller rounding errors */
+    SUMMED = 32,        /* products: a score of wider heads is a sum of such sums, for smaller rounding errors */
 };
 
 /* n keys, [n, D] by strides, as [D, BLOCK], padded with zeros to whole vectors. */
@@ -84,8 +84,7 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
                          int64_t n, int64_t stride, float *outputs) {
     vec sums[TILE_ROWS][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) {
-        vec fade = vset(fades[r]);
-        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = fade * vload(outputs + r * stride + c * V);
+        UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vzero();
     }
     REPEAT for (int64_t j = 0; j < n; j++) {
         vec columns[TILE_VECTORS];
@@ -95,8 +94,13 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
             UNROLL for (int c = 0; c < vectors; c++) sums[r][c] = vfma(weight, columns[c], sums[r][c]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < vectors; c++) vstore(outputs + r * stride + c * V, sums[r][c]);
+    UNROLL for (int r = 0; r < rows; r++) {
+        vec fade = vset(fades[r]);
+        UNROLL for (int c = 0; c < vectors; c++) {
+            float *output = outputs + r * stride + c * V;
+            vstore(output, vfma(fade, vload(output), sums[r][c]));
+        }
+    }
 }
 
 /* Keys or values that few rows need next, NULL if none. They are prefetched row by row while those before them are
