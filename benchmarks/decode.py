@@ -169,8 +169,9 @@ class Decode(Shaped):
 
     def ask(self, client: Client, arrays: tuple[Array, ...]) -> Result:
         """Sends the arrays of a request and waits for the result."""
-        result: Result = self.submit(client, arrays).result()
-        return result
+        if self.manner == "send":
+            return client.attend(*arrays)
+        return client.attend(*arrays, caches=self._caches.of(client), **self._options(arrays))
 
     def submit(self, client: Client, arrays: tuple[Array, ...]) -> Future[Any]:
         """Sends the arrays of a request; the future is of a `Result`."""

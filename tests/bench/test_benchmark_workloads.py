@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -102,6 +103,20 @@ def test_workloads_of_models_are_served_and_computed_as_defined(workload: Worklo
     assert {len(workload.request(number)) for number in workload.numbers} == {len(workload.request(0))}
     assert workload.output(workload.reply(0)).shape == workload.output_shape(0)
     assert workload.output(workload.reply(0)).dtype == workload.output_dtype
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_who_waits_for_one_result_calls_what_waits_for_it(workload: Workload) -> None:
+    """And not for a future, which another thread completes."""
+    client = MagicMock()
+    arrays = workload.arrays(0)
+    workload.ask(client, arrays)
+    (waits,) = client.method_calls
+    workload.submit(client, arrays)
+    begins = client.method_calls[-1]
+    assert (waits[0], begins[0]) in [("attend", "submit"), ("apply", "submit_apply")]
+    assert all(given is argument for given, argument in zip(waits.args, begins.args, strict=True))
+    assert waits.kwargs.keys() == begins.kwargs.keys()
 
 
 @pytest.mark.parametrize("name", ["S", "S1"])
