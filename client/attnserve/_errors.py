@@ -20,6 +20,7 @@ details decide which; the text of a message only where gRPC itself, which gives 
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import grpc
@@ -27,6 +28,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
+
+_NUMBER: Final = re.compile("0|[1-9][0-9]{0,18}")
+"""As servers write one of less than 64 bits, in decimal: Python refuses to read one of thousands of digits."""
 
 
 class AttnServeError(Exception):
@@ -61,9 +65,11 @@ class AttnServeError(Exception):
         return "" if info is None else str(info.metadata.get(key, ""))
 
     def _number(self, key: str) -> int | None:
-        """A number, 0 or more, that the server has put into the error's metadata; None if there is none."""
+        """A number, 0 or more, that the server has put into the error's metadata; None if there is none, or what is
+        there is no number of tokens or bytes as servers write them.
+        """
         text = self._text(key)
-        return int(text) if text.isascii() and text.isdigit() else None
+        return int(text) if _NUMBER.fullmatch(text) else None
 
 
 class InvalidRequestError(AttnServeError, ValueError):

@@ -125,7 +125,10 @@ def test_a_method_that_grpc_does_not_know_is_of_no_attnserve_server() -> None:
     ("metadata", "number"),
     [
         ({"length": "12", "free_bytes": "12", "appended": "true"}, 12),
+        ({"length": "0", "free_bytes": "0"}, 0),
+        ({"length": str(2**63 - 1), "free_bytes": str(2**63 - 1)}, 2**63 - 1),
         ({"length": "-1", "free_bytes": "a lot"}, None),
+        ({"length": "1_0", "free_bytes": "9" * 5000}, None),
         ({}, None),
     ],
 )
