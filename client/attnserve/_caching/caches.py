@@ -44,10 +44,10 @@ class Cache(Handle):
     Leaving the `with` deletes it. It may be shared by any number of threads: operations take effect in the order in
     which they are called; those that only read run side by side.
 
-    Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError` or
-    `ServerError`, or is cancelled, may still have been carried out; the next one that appends or attends then raises
-    `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if somebody
-    else appends to the cache, unless this client has only opened and read it (`Client.open_cache`).
+    Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError`, `ServerError`
+    or `ProtocolError`, or is cancelled, may still have been carried out; the next one that appends or attends then
+    raises `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if
+    somebody else appends to the cache, unless this client has only opened and read it (`Client.open_cache`).
 
     `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit; by default it is
     the client's. Each method raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the
@@ -105,7 +105,7 @@ class Cache(Handle):
         """Makes another cache with the same content, in constant time: existing content is shared, and what either
         appends is its own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
-        rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
+        rpc, seconds = cache_requests.fork(self._state.info, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
             making.at(self._state.home)
             info = self._calls.perform(plans.fork(self._state, rpc, seconds))
@@ -121,7 +121,7 @@ class Cache(Handle):
 
     def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return self._calls.ask(cache_requests.get(self.name), timeout, self._state.home)
+        return self._calls.ask(cache_requests.get(self._state.info), timeout, self._state.home)
 
     def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""
@@ -190,7 +190,7 @@ class AsyncCache(Handle):
         """Makes another cache with the same content, in constant time, as `Cache.fork` does. It can be entered as with
         `AsyncClient.create_cache`.
         """
-        rpc, seconds = cache_requests.fork(self.name, ttl), self._calls.seconds(timeout)
+        rpc, seconds = cache_requests.fork(self._state.info, ttl), self._calls.seconds(timeout)
         with Making(rpc, self._calls.tell) as making:
             making.at(self._state.home)
             info = await self._calls.carry_out(plans.fork(self._state, rpc, seconds))
@@ -204,7 +204,7 @@ class AsyncCache(Handle):
 
     async def info(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it."""
-        return await self._calls.ask(cache_requests.get(self.name), timeout, self._state.home)
+        return await self._calls.ask(cache_requests.get(self._state.info), timeout, self._state.home)
 
     async def refresh(self, *, timeout: Timeout = ...) -> CacheInfo:
         """The cache's current state, as the server reports it; its lengths are the expected ones from now on."""

@@ -77,7 +77,7 @@ def append(
         length = before + tokens
         cache.writes = True
         try:
-            length = yield cache_requests.append(cache.info.name, layer, before, next(cache.ids), fields)
+            length = yield cache_requests.append(cache.info.name, layer, before, tokens, next(cache.ids), fields)
         except FailedPreconditionError as error:
             if not error.appended:
                 raise
@@ -112,7 +112,7 @@ def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
     """Asks for the description of a cache, and takes over its lengths."""
 
     def steps() -> Steps[CacheInfo]:
-        info: CacheInfo = yield cache_requests.get(cache.info.name)
+        info: CacheInfo = yield cache_requests.get(cache.info)
         cache.tokens[:] = info.lengths
         return info
 
@@ -210,7 +210,7 @@ def _one(rpc: Rpc[Any, T]) -> Steps[T]:
 def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
     """Truncates a cache to a length, once. The result is the lengths of its layers after that."""
     try:
-        info: CacheInfo = yield cache_requests.truncate(cache.info.name, length, expected, next(cache.ids))
+        info: CacheInfo = yield cache_requests.truncate(cache.info, length, expected, next(cache.ids))
     except FailedPreconditionError as error:
         if not error.truncated:
             raise
@@ -245,6 +245,8 @@ def _refer(call: EncodedCall[Any], states: Sequence[CacheState], layer: int, len
         )
         for state, length in zip(states, lengths, strict=True)
     ]
+    after = _after(lengths, call.appends)
+    call.cache_lengths = [length if state.writes else None for state, length in zip(states, after, strict=True)]
     call.prepend(call.operation.request_type(caches=references).SerializeToString())
 
 

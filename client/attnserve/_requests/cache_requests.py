@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -133,7 +133,14 @@ def create(
         ttl=_duration(ttl),
         request_id=secrets.token_bytes(_ID_BYTES),
     )
-    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, _only_cache)
+    shape = {
+        "num_kv_heads": request.num_kv_heads,
+        "head_dim": request.head_dim,
+        "value_dim": request.value_dim or request.head_dim,
+        "layers": request.layers,
+        "dtype": _dtypes.name(request.dtype),
+    }
+    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, partial(_only_cache, shape, 0))
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -145,11 +152,12 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def append(
-    name: str, layer: int, expected_length: int, append_id: int, fields: Sequence[Buffer]
+    name: str, layer: int, expected_length: int, tokens: int, append_id: int, fields: Sequence[Buffer]
 ) -> Rpc[pb.CacheServiceAppendResponse, int]:
-    """Appends keys and values, as fields made by `appended`; the answer is the length of the layer."""
+    """Appends the keys and values of some tokens, as fields made by `appended`; the answer is the layer's length."""
     request = pb.CacheServiceAppendRequest(name=name, layer=layer, expected_length=expected_length, append_id=append_id)
-    return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, lambda response: response.length, fields)
+    read = partial(_length, expected_length + tokens)
+    return Rpc(_SERVICE + "Append", request, pb.CacheServiceAppendResponse, read, fields)
 
 
 def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[int, Sequence[Buffer]]:
@@ -180,26 +188,28 @@ def _one_sequence(field: str, value: ArrayLike) -> Array:
     return array
 
 
-def fork(name: str, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
+def fork(cache: CacheInfo, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
     """Makes another cache with the same content."""
-    request = pb.CacheServiceForkRequest(name=name, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
-    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, _only_cache)
+    request = pb.CacheServiceForkRequest(name=cache.name, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
+    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, partial(_forked, cache))
 
 
 def truncate(
-    name: str, length: int, expected_length: int, truncation_id: int
+    cache: CacheInfo, length: int, expected_length: int, truncation_id: int
 ) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
     """Truncates all layers to a length; `expected_length` is that of the longest."""
     request = pb.CacheServiceTruncateRequest(
-        name=name, length=length, expected_length=expected_length, truncation_id=truncation_id
+        name=cache.name, length=length, expected_length=expected_length, truncation_id=truncation_id
     )
-    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, _only_cache)
+    read = partial(_only_cache, {"name": cache.name, **_shape(cache)}, length)
+    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, read)
 
 
-def get(name: str) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
-    """Asks for the description of a cache."""
-    request = pb.CacheServiceGetRequest(name=arguments.text("name", name))
-    return Rpc(_SERVICE + "Get", request, pb.CacheServiceGetResponse, _only_cache)
+def get(cache: str | CacheInfo) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
+    """Asks for the description of a cache, by its name, or by an earlier description."""
+    name, shape = (cache.name, _shape(cache)) if isinstance(cache, CacheInfo) else (arguments.text("name", cache), {})
+    read = partial(_only_cache, {"name": name, **shape}, None)
+    return Rpc(_SERVICE + "Get", pb.CacheServiceGetRequest(name=name), pb.CacheServiceGetResponse, read)
 
 
 def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
@@ -241,19 +251,49 @@ def _pool(response: pb.CacheServiceListResponse) -> CachePool:
     return CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
 
 
+def _length(expected: int, response: pb.CacheServiceAppendResponse) -> int:
+    if response.length != expected:
+        raise ProtocolError(f"length: expected {expected}, the server replied with {response.length}")
+    return expected
+
+
+def _shape(cache: CacheInfo) -> dict[str, Any]:
+    """What never changes about a cache, and is the same for its forks, by the names of the fields."""
+    return {name: getattr(cache, name) for name in ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype")}
+
+
 def _only_cache(
+    expected: dict[str, Any],
+    longest: int | None,
     response: pb.CacheServiceCreateResponse
     | pb.CacheServiceForkResponse
     | pb.CacheServiceTruncateResponse
     | pb.CacheServiceGetResponse,
 ) -> CacheInfo:
+    """The cache of a response. ProtocolError if there is none, or another than expected: with other values in fields of
+    these names, or with another length of its longest layer, if that is given.
+    """
     info = _cache(response.cache)
-    if not info.name or not info.lengths or len(info.lengths) != info.layers:
-        raise ProtocolError("the server was asked about a cache and replied with none, or with lengths of no layers")
+    for field, value in expected.items():
+        if (found := getattr(info, field)) != value:
+            shown = shown_name if field == "name" else repr
+            raise ProtocolError(f"{field}: expected {shown(value)}, the server replied with {shown(found)}")
+    if longest is not None and max(info.lengths) != longest:
+        lengths = list(info.lengths)
+        raise ProtocolError(f"lengths: expected the longest to be {longest}, the server replied with {lengths}")
     return info
 
 
+def _forked(cache: CacheInfo, response: pb.CacheServiceForkResponse) -> CacheInfo:
+    fork = _only_cache(_shape(cache), None, response)
+    if fork.name == cache.name:
+        raise ProtocolError("name: expected that of another cache, the server replied with that of the forked one")
+    return fork
+
+
 def _cache(cache: pb.Cache) -> CacheInfo:
+    if not cache.name or not cache.lengths or len(cache.lengths) != cache.layers:
+        raise ProtocolError("the server replied with no cache, or one without a name, or with lengths of no layers")
     return CacheInfo(
         name=cache.name,
         num_kv_heads=cache.num_kv_heads,

@@ -68,6 +68,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         "_returns_lse",
         "_returns_scores",
         "appends",
+        "cache_lengths",
         "pieces",
         "priority",
         "size",
@@ -104,6 +105,8 @@ class EncodedCall(ABC, Generic[ResultT]):
         """Calls of a higher one are sent first, where calls wait to be sent."""
         self.appends: Sequence[int] = ()
         """How many tokens it appends to each resident cache, or to all; empty if it appends none."""
+        self.cache_lengths: Sequence[int | None] = ()
+        """The lengths that its caches will have; None for one that another client writes."""
         dtype = arrays[0][1].dtype
         self._dtype = dtype if dtype in _dtypes.FLOATING else None
         tensor = _arrays.torch_tensor(like)
@@ -149,6 +152,10 @@ class EncodedCall(ABC, Generic[ResultT]):
             if not message.HasField("scores"):
                 raise ProtocolError("scores: asked for, and the server replied without them")
             scores = self._array("scores", message.scores, response)
+        cache_lengths = tuple(message.cache_lengths[:])
+        for length, reported in zip(self.cache_lengths, cache_lengths, strict=False):  # whose number is checked later
+            if length not in (None, reported):
+                raise ProtocolError(f"cache_lengths: expected {length}, the server replied with {reported}")
         phases = message.timings
         timings = Timings(
             phases.decode_ns * _NANOSECOND,
@@ -158,7 +165,7 @@ class EncodedCall(ABC, Generic[ResultT]):
             phases.encode_ns * _NANOSECOND,
             time.perf_counter() - self.started,
         )
-        return Parts(output, lse, scores, timings, message.batch_size, tuple(message.cache_lengths[:]))
+        return Parts(output, lse, scores, timings, message.batch_size, cache_lengths)
 
     def _array(self, field: str, tensor: tensor_pb2.Tensor, response: Response) -> Any:
         array = _arrays.from_wire(field, tensor.dtype, tuple(tensor.shape[:]), response.elements(tensor))
