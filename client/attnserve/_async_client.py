@@ -176,7 +176,7 @@ class AsyncClient:
         with Making(rpc, self._calls.tell) as making:
             for address, left, again in making.attempts(servers, self._settings.policy, timeout):
                 try:
-                    info = await self._calls.ask(rpc, left, address, again)
+                    info = await self._calls.ask(rpc, left, address, again, timeout)
                 except (OverloadedError, UnavailableError) as error:
                     making.failed(error)
                 else:

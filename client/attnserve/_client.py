@@ -302,7 +302,7 @@ class Client:
             servers = self._calls.servers.each_once(timeout)
             for address, left, again in making.attempts(servers, self._settings.policy, timeout):
                 try:
-                    info = self._calls.ask(rpc, left, address, again)
+                    info = self._calls.ask(rpc, left, address, again, timeout)
                 except (OverloadedError, UnavailableError) as error:
                     making.failed(error)
                 else:

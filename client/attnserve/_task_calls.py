@@ -124,7 +124,9 @@ class Calls:
         else:
             future = self._call_future(call.decode, operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size, find=find)
+            self._unary.submit(
+                future, operation.path, call.pieces, call.timeout, route, size=call.size, given=call.given, find=find
+            )
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
@@ -171,10 +173,11 @@ class Calls:
         /,
         home: str | None = None,
         again: Again | None = None,
+        given: float | None = None,
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
-        """Sends a plain RPC, which is given up after `timeout` seconds. With `again`, it is sent once: the caller
-        decides on retries.
+        """Sends a plain RPC, which is given up after `timeout` seconds: what is left of those `given`, if any. With
+        `again`, it is sent once: the caller decides on retries.
         """
         self._process.enter()
         find, seconds = self._find_for(home), self.seconds(timeout)
@@ -183,7 +186,7 @@ class Calls:
         if rpc.anyhow:
             route = to_anyhow(route)
         self._unary.submit(
-            future, rpc.path, rpc.pieces, seconds, route, repeatable=rpc.repeatable, again=again, find=find
+            future, rpc.path, rpc.pieces, seconds, route, repeatable=rpc.repeatable, again=again, given=given, find=find
         )
         return future
 
@@ -206,17 +209,19 @@ class Calls:
         self._process.enter()
         future: CallFuture[T, T] = self._future(lambda result: result)
         parent = None if self._tracing is None else self._tracing.current()
-        transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
+        send = partial(self._send_request, parent, plan.home, plan.timeout)
+        transaction = Transaction(self.turns, plan, send, future.settle)
         future.withdraw = transaction.cancel
         transaction.begin()
         return future
 
     def _send_request(
-        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+        self, parent: Context | None, home: str | None, given: float | None, request: Request, timeout: float | None
     ) -> asyncio.Future[Any]:
+        """Sends one step of an operation, for all of which so many seconds were given."""
         if isinstance(request, Rpc):
-            return self.ask(request, timeout, home, parent=parent)
-        request.timeout = timeout
+            return self.ask(request, timeout, home, given=given, parent=parent)
+        request.timeout, request.given = timeout, given
         return self.send(request, parent, home)
 
     def _connect(self, replica: Replica) -> Connection:

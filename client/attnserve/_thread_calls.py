@@ -100,7 +100,9 @@ class Calls:
             future = self._future(call.decode, call.timeout, operation.path, parent)
             future.calls = self
             route = partial(self.servers.connection, home)
-            self._unary.submit(future, operation.path, call.pieces, call.timeout, route, size=call.size)
+            self._unary.submit(
+                future, operation.path, call.pieces, call.timeout, route, size=call.size, given=call.given
+            )
         return future
 
     def _future(
@@ -123,11 +125,19 @@ class Calls:
         else:
             stream.submit(future, call, pinned=home is not None)
 
-    def ask(self, rpc: Rpc[Any, T], timeout: Timeout, /, home: str | None = None, again: Again | None = None) -> T:
-        """Sends a plain RPC and returns its answer, within `timeout` seconds. With `again`, it is sent once: the
-        caller decides on retries.
+    def ask(
+        self,
+        rpc: Rpc[Any, T],
+        timeout: Timeout,
+        /,
+        home: str | None = None,
+        again: Again | None = None,
+        given: float | None = None,
+    ) -> T:
+        """Sends a plain RPC and returns its answer, within `timeout` seconds: what is left of those `given`, if any.
+        With `again`, it is sent once: the caller decides on retries.
         """
-        return wait(self._send_rpc(rpc, self.seconds(timeout), None, home, again))
+        return wait(self._send_rpc(rpc, self.seconds(timeout), None, home, again, given), given)
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
         """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
@@ -145,13 +155,16 @@ class Calls:
         parent: Context | None,
         home: str | None,
         again: Again | None = None,
+        given: float | None = None,
     ) -> CallFuture[Any, T]:
         self._process.enter()
         future = self._future(rpc.decode, timeout, rpc.path, parent)
         route: Route[Connection] = partial(self.servers.connection, home)
         if rpc.anyhow:
             route = to_anyhow(route)
-        self._unary.submit(future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again)
+        self._unary.submit(
+            future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again, given=given
+        )
         return future
 
     def perform(self, plan: Plan[T]) -> T:
@@ -160,7 +173,7 @@ class Calls:
         parent = None if self._tracing is None else self._tracing.current()
 
         def ask(request: Request, timeout: float | None) -> Any:
-            return wait(self._send_request(parent, plan.home, request, timeout))
+            return wait(self._send_request(parent, plan.home, plan.timeout, request, timeout), plan.timeout)
 
         return perform(self.turns, plan, ask)
 
@@ -170,18 +183,20 @@ class Calls:
         future: CallFuture[T, T] = CallFuture(lambda result: result)
         # Each step runs in the thread that brings the reply to the previous one, which has another context.
         parent = None if self._tracing is None else self._tracing.current()
-        transaction = Transaction(self.turns, plan, partial(self._send_request, parent, plan.home), future.settle)
+        send = partial(self._send_request, parent, plan.home, plan.timeout)
+        transaction = Transaction(self.turns, plan, send, future.settle)
         future.withdraw = partial(_give_up, transaction)
         future.calls = self
         transaction.begin()
         return future
 
     def _send_request(
-        self, parent: Context | None, home: str | None, request: Request, timeout: float | None
+        self, parent: Context | None, home: str | None, given: float | None, request: Request, timeout: float | None
     ) -> CallFuture[Any, Any]:
+        """Sends one step of an operation, for all of which so many seconds were given."""
         if isinstance(request, Rpc):
-            return self._send_rpc(request, timeout, parent, home)
-        request.timeout = timeout
+            return self._send_rpc(request, timeout, parent, home, given=given)
+        request.timeout, request.given = timeout, given
         return self.send(request, parent, home)
 
 
@@ -191,9 +206,10 @@ def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
     return transaction.cancel()
 
 
-def wait(future: Future[T]) -> T:
+def wait(future: Future[T], given: float | None = None) -> T:
     """The result of a future; its call is given up if a signal handler ends the wait. DeadlineExceededError if there is
-    nothing a while after its timeout: whatever was to say so no longer runs, and must not be waited for, either.
+    nothing a while after its timeout, what is left of the seconds `given`, if any: whatever was to say so no longer
+    runs, and must not be waited for, either.
     """
     assert isinstance(future, CallFuture)  # all that a client gives to its callers are
     timeout = future.timeout
@@ -207,7 +223,7 @@ def wait(future: Future[T]) -> T:
     else:
         with suppress(RuntimeError):  # no thread can be started
             later(0.0, future.cancel)
-        raise DeadlineExceededError(f"{no_reply(timeout)}, nor word from gRPC that it is late")
+        raise DeadlineExceededError(f"{no_reply(given or timeout)}, nor word from gRPC that it is late")
     finally:
         del future  # a cycle: it holds the error, and that this frame; only the garbage collector would free both
 

@@ -69,6 +69,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         "_returns_scores",
         "appends",
         "cache_lengths",
+        "given",
         "pieces",
         "priority",
         "size",
@@ -101,6 +102,8 @@ class EncodedCall(ABC, Generic[ResultT]):
         """The pieces that, concatenated, are the serialised request; and their total length, in bytes."""
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
+        self.given = timeout
+        """How long its caller allows for all that leads to the reply: more than `timeout` if that is what is left."""
         self.priority: Final = priority
         """Calls of a higher one are sent first, where calls wait to be sent."""
         self.appends: Sequence[int] = ()

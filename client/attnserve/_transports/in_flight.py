@@ -28,6 +28,7 @@ class Call(Generic[T]):
         "deadline",
         "due",
         "field",
+        "given",
         "id",
         "message_size",
         "owner",
@@ -55,6 +56,8 @@ class Call(Generic[T]):
         self.size: Final = size
         """The total length of the pieces, in bytes."""
         self.timeout: Final = timeout
+        self.given = timeout
+        """How many seconds the caller allowed in all, some of which may have gone before; errors say this."""
         self.deadline: Final = inf if timeout is None else now + timeout
         """When the caller stops waiting."""
         self.pinned = False
@@ -86,6 +89,7 @@ class Call(Generic[T]):
     def of(cls, owner: T, encoded: EncodedCall[Any], now: float, *, span: CallSpan | None, pinned: bool) -> Call[T]:
         """An encoded call, whose time runs from `now` on, and which carries the context of a span if it has one."""
         call = cls(owner, encoded.operation.number, encoded.pieces, encoded.size, now, encoded.timeout)
+        call.given = encoded.given
         if span is not None:
             call.trace = span.fields
         call.pinned = pinned

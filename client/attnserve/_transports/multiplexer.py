@@ -354,7 +354,7 @@ class Multiplexer(Generic[T]):
             if call.stream and call.timeout is not None:
                 self._replica.was_silent(now, call.deadline - call.timeout)
             self._retract(call)
-            late = no_reply(call.timeout, self._replica.address) if refusal is None else no_room(refusal, call.timeout)
+            late = no_reply(call.given, self._replica.address) if refusal is None else no_room(refusal, call.given)
             outcomes.append(self._end(call, late))
         due = self._waiting.due(now)
         if others:

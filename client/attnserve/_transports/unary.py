@@ -39,15 +39,17 @@ class UnaryCall(Generic[F, C]):
         repeatable: bool,
         again: Again | None,
         size: int | None,
+        given: float | None = None,
     ) -> None:
         """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, it
         is one attempt of a call whose retries its caller decides on, and `again` is what followed the last one. `size`
-        is the length of a request that needs room among others, in bytes; None for what any server answers.
+        is the length of a request that needs room among others, in bytes; None for what any server answers. `given` is
+        the timeout to tell of, if `timeout` is only what is left of it.
         """
         self.future: Final = future
         self.path: Final = path
         self._pieces: Final = pieces
-        self._timeout: Final = timeout
+        self._given: Final = timeout if given is None else given
         self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
         policy = policy if repeatable else NO_RETRIES
         self._policy: Final = policy if again is None else replace(policy, retries=0)
@@ -84,7 +86,7 @@ class UnaryCall(Generic[F, C]):
             raise self._refusal
         left = self.left()
         if left is not None and left <= 0:
-            raise no_reply(self._timeout, connection.replica.address)
+            raise no_reply(self._given, connection.replica.address)
         return connection, left
 
     def _may_be_refused(self, connection: C) -> bool:
@@ -104,8 +106,8 @@ class UnaryCall(Generic[F, C]):
         verdict = self._policy.after(status, self._attempts, now, self._deadline, resent=self._resent)
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
         connection.replica.room.refused(now, refusal, self._size)
-        if isinstance(verdict, DeadlineExceededError) and not status.details and self._timeout is not None:
-            verdict = no_reply(self._timeout, connection.replica.address)  # gRPC's own says neither
+        if isinstance(verdict, DeadlineExceededError) and not status.details and self._given is not None:
+            verdict = no_reply(self._given, connection.replica.address)  # gRPC's own says neither
             verdict.resent = self._resent
         self._resent = self._resent or not status.details
         if isinstance(verdict, AttnServeError):

@@ -47,6 +47,7 @@ class UnaryTransport:
         repeatable: bool = True,
         again: Again | None = None,
         size: int | None = None,
+        given: float | None = None,
         find: Callable[[float | None], Awaitable[object]] | None = None,
     ) -> None:
         """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
@@ -54,7 +55,7 @@ class UnaryTransport:
         """
         if self._closed:
             raise ClientClosedError
-        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again, size)
+        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again, size, given)
         task = asyncio.get_running_loop().create_task(self._carry_out(call, find))
         self._tasks[task] = future
         future.withdraw = task.cancel

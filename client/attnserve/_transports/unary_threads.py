@@ -64,11 +64,12 @@ class UnaryTransport:
         repeatable: bool = True,
         again: Again | None = None,
         size: int | None = None,
+        given: float | None = None,
     ) -> None:
         """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
         `UnaryCall`.
         """
-        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again, size)
+        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again, size, given)
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
