@@ -144,7 +144,7 @@ def _part(value: float, whole: float) -> float:
 
 
 def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _number(value: float) -> str:
