@@ -111,9 +111,10 @@ def test_what_is_wrong_is_one_line(server: Any, capsys: pytest.CaptureFixture[st
     [
         (b"HTTP/1.1 200 OK\r\n\r\n", "the page has no end"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n", "bytes too soon"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 31\r\n\r\n<html>not metrics</html> at all", "attnserve: no metrics at "),
         (b"HTTP/1.1 500 \x1b[31m\r\nContent-Length: 12\r\n\r\n\x1b]0;title\x07\r\n", "500 ]0;title\n"),
     ],
-    ids=["endless", "cut off", "escape sequences"],
+    ids=["endless", "cut off", "another page", "escape sequences"],
 )
 def test_a_port_that_has_something_else(head: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its reply may never end: it goes on for as long as somebody reads."""
