@@ -212,7 +212,6 @@ def test_every_figure_is_shown(everything: Figures) -> None:
         ({"rejected": dict.fromkeys("abcd", 1.0)}, "refused a 1/s, b 1/s, c 1/s, d 1/s cancelled"),
         ({"rejected": dict.fromkeys("abcde", 1.0)}, "refused a 1/s, b 1/s, c 1/s, d 1/s, 1 more cancelled"),
         ({"operations": {}}, "no requests yet"),
-        ({"started_at": 2000.0}, "draining, up 0:01:01"),
     ],
     ids=str,
 )
@@ -236,11 +235,20 @@ def test_shares_are_of_what_there_is(everything: Figures) -> None:
 
 
 @pytest.mark.parametrize(("state", "colour"), [("serving", 32), ("draining", 31)])
-def test_a_server_that_does_not_serve_is_red(everything: Figures, state: str, colour: int) -> None:
+def test_a_server_that_does_not_serve_is_red_and_so_is_what_has_failed(
+    everything: Figures, state: str, colour: int
+) -> None:
     out = io.StringIO()
     coloured = Console(file=out, width=100, force_terminal=True, color_system="standard")
-    coloured.print(view(replace(everything, state=state, operations={}), "host:8002", 1061.0))
-    assert re.search(rf"\x1b\[[\d;]*{colour}m{state}", out.getvalue())
+    coloured.print(view(replace(everything, state=state), "host:8002", 1061.0))
+    assert re.search(rf"\x1b\[1;{colour}m{state}", out.getvalue())
+    assert re.search(r"\x1b\[1;31m *3\x1b", out.getvalue())
+
+
+def test_a_server_whose_clock_is_ahead_has_just_started(everything: Figures) -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(view(everything, "host:8002", everything.started_at - 3))
+    assert "draining, up 0:00:00" in out.getvalue()
 
 
 def test_what_json_cannot_express_is_null() -> None:
@@ -292,13 +300,13 @@ def test_the_view_fits(width: int) -> None:
 
 
 def test_of_many_operations_the_usual_ones_are_shown() -> None:
-    lines = [f'attnserve_requests_total{{{{operation="made{n}",code="OK"}}}} {n}' for n in range(1, 9)]
+    lines = [f'attnserve_requests_total{{{{operation="made{n}",code="OK"}}}} {n}' for n in range(1, 7)]
     page = PAGE.replace("# TYPE attnserve_request_duration", "\n".join([*lines, "# TYPE attnserve_request_duration"]))
     samples = Reading.parse(page.format(ok=1234, failed=0, busy=0, flops=0)).samples
     shown = text(figures(Reading(samples, 0), Reading(samples, 1)))
     named = [line.split()[0] for line in shown.splitlines() if line.startswith(("attend", "made"))]
-    assert named == ["attend", "made8", "made7", "made6", "made5", "made4"]
-    assert "\n3 more" in shown
+    assert named == ["attend", "made6", "made5", "made4", "made3", "made2"]
+    assert "\n1 more" in shown
 
 
 @pytest.mark.parametrize("port", [8002, 34655])
