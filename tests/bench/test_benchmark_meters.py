@@ -121,7 +121,7 @@ def test_costs_by_concurrency_are_of_tokens_and_say_how_even_they_are() -> None:
     assert by_concurrency([curve, replace(curve, unit="tokens")]) == [curve]
     assert curve.unevenness(SERVICE) == 4.0
     assert curve.steepness(SERVICE) == 1.1
-    (goal,) = goals([], (), [curve])
+    (goal,) = goals([], (), [curve, replace(curve, unit="tokens")])
     assert (goal.workload, goal.found, goal.reached) == ("S", 4.0, False)
     costs = [next(iter(column.cells)) for column in table.token_costs([curve]).columns]
     assert costs == [f"S: {SERVICE}", "8", "4", "2", "–", "2.5", "3", "2.2", "4.00", "1.10"]
@@ -280,7 +280,20 @@ async def test_open_loops_send_when_it_is_due_and_closed_ones_when_a_reply_came(
     assert [due - arrivals.begun for _, due in found] == pytest.approx(arrivals.times)
     assert arrivals.answered() is None
     assert all(late >= 0 for late in arrivals.late)
+    assert all(time < 0.05 for time in arrivals.times)
+    assert OpenLoop([7], 1000.0, 0.05, seed=3).times == arrivals.times != OpenLoop([7], 1000.0, 0.05, seed=4).times
 
     closed, first = ClosedLoop([1, 2, 3], 2), []
     closed.begin(lambda number, _: first.append(number))
     assert [*first, closed.answered()[0], closed.answered()[0]] == [1, 2, 3, 1]
+
+
+async def test_an_open_loop_that_has_ended_sends_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, timers = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+    monkeypatch.setattr(loop, "call_at", lambda *arguments: timers.append(call_at(*arguments)) or timers[-1])
+    arrivals = OpenLoop([7], 0.01, 1000.0, seed=3)
+    arrivals.begin(lambda number, due: pytest.fail("it is not due"))
+    assert [timer.cancelled() for timer in timers] == [False]
+    arrivals.end()
+    assert [timer.cancelled() for timer in timers] == [True]
