@@ -63,6 +63,23 @@ def test_a_socket_for_both_versions_of_ip() -> None:
         assert not is_open(end)
 
 
-@pytest.mark.parametrize("peer", ["unix:", "unix:/tmp/socket", "ipv4:127.0.0.1:x", "", "ipv4:192.0.2.1:1"])
+def test_sockets_that_have_no_address_are_left_alone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, connections("127.0.0.1", 1) as ((end,), (name,)):
+        assert disconnect("unix:", name)
+        assert (is_open(end), is_open(ours), is_open(theirs)) == (False, True, True)
+
+
+def test_the_server_reads_the_end_of_what_was_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as end:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert disconnect("ipv4:{}:{}".format(*end.getsockname()))
+            assert accepted.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "peer", ["unix:", "unix:/tmp/socket", "unix:/tmp/socket:1", "ipv4:127.0.0.1:x", "", "ipv4:192.0.2.1:1"]
+)
 def test_what_is_not_there_is_not_found(peer: str) -> None:
     assert not disconnect(peer)

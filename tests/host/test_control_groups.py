@@ -33,6 +33,16 @@ def granted(tmp_path: Path, read: Any, lines: str, files: dict[str, str]) -> Any
             {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
             2.0,
         ),
+        (
+            "5:cpuset:/a\n4:cpu,cpuacct:/b",
+            {
+                "cpu/a/cpu.cfs_quota_us": "50000",
+                "cpu/a/cpu.cfs_period_us": "100000",
+                "cpu/b/cpu.cfs_quota_us": "300000",
+                "cpu/b/cpu.cfs_period_us": "100000",
+            },
+            3.0,
+        ),
         ("1:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         ("8:pids:/\n0::/", {}, None),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import socket
 import threading
@@ -131,3 +132,51 @@ def test_so_does_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(serve())
     assert len(read) == 1
+
+
+def test_a_turn_reads_a_byte_for_each_event_that_it_had_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what quick turns leave stays where it is."""
+    now, left = [0.0], []
+    monkeypatch.setattr(event_loop, "perf_counter", lambda: now[0])
+    reads, writes = socket.socketpair()
+    with reads, writes, asyncio.Runner(loop_factory=EventLoop) as runner:
+        reads.setblocking(False)
+        writes.send(bytes(100))
+
+        async def turn(turns: list[float]) -> None:
+            done, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def handle() -> None:
+                assert reads.recv(1)
+                left.append(len(reads.recv(100, socket.MSG_PEEK)))
+                if turns:
+                    now[0] += turns.pop(0)
+                else:
+                    done.set()
+
+            loop.add_reader(reads, handle)
+            now[0] += turns.pop(0)
+            async with asyncio.timeout(PATIENCE_S):
+                await done.wait()
+            loop.remove_reader(reads)
+
+        runner.run(turn([0.0105, 0.0001, 0.0001, 0.0025]))
+    assert left == [89, 88, 87, 84]
+
+
+def test_that_no_connection_can_be_accepted_is_said_once_a_second(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(event_loop, "perf_counter", lambda: now[0])
+    refused = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many")}
+    loop = EventLoop()
+    for seconds in (100.0, 0.9, 0.2, 0.9):
+        now[0] += seconds
+        loop.call_exception_handler(refused)
+    assert caplog.messages == 2 * ["no connection can be accepted: too many"]
+    caplog.clear()
+    for other in ({"exception": OSError(errno.EBADF, "bad")}, {"message": "Task was destroyed"}):
+        loop.call_exception_handler({**refused, **other})
+    assert ["no connection" in message for message in caplog.messages] == [False, False]
+    loop.close()

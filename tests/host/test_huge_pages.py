@@ -10,6 +10,7 @@ import torch
 
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.host import huge_pages
+from attnserve_server.host.memory import resident_bytes
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 needs_huge_pages = pytest.mark.skipif(not SETTING.exists(), reason="this kernel has no transparent huge pages")
@@ -36,6 +37,14 @@ def test_zeros(size: int) -> None:
     assert array.ctypes.data % huge_pages.HUGE_PAGE == 0
     array[:] = 255  # up to the last one
     assert np.all(array == 255)
+
+
+def test_they_are_written_at_once() -> None:
+    """What is there from the start is not missing later."""
+    size, before = 64 << 20, resident_bytes()
+    array = huge_pages.zeros(size)
+    assert resident_bytes() - before > 0.9 * size
+    assert array.nbytes == size
 
 
 def test_more_than_any_system_has_is_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 import struct
@@ -215,6 +216,29 @@ async def test_stopping_waits_for_no_handshake(tmp_path: Path) -> None:
         await asyncio.wait_for(server.stop(), 30)
         silent.shutdown(socket.SHUT_RDWR)
         writer.transport.abort()
+
+
+async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    issued = certificates.Authority(tmp_path).issue_for_server()
+    tls = ServerTls(issued.certificate, issued.key, None).http_context()
+    server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, tls, Refusals(), patience_s=0.1)
+    address = parse_address(await server.start())
+    with socket.create_connection(address) as silent:
+        silent.setblocking(False)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(silent, 1), 30) == b""
+    await server.stop()
+
+
+async def test_nothing_is_kept_of_connections_that_have_ended(served: Served) -> None:
+    def tasks() -> int:
+        gc.collect()
+        return sum(isinstance(each, asyncio.Task) for each in gc.get_objects())
+
+    await get(served.port, "/healthz")
+    before = tasks()
+    for _ in range(20):
+        await get(served.port, "/healthz")
+    assert tasks() < before + 10
 
 
 def unverified() -> ssl.SSLContext:
