@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import Server
 
-from attnserve import AttentionResult, Client, Timings, UnavailableError
+from attnserve import AttentionResult, Client, PermissionDeniedError, Timings, UnavailableError
 from attnserve._commands import bench, cli
 from attnserve._commands.bench import WrongAnswerError
 
@@ -35,6 +36,12 @@ def test_every_load_is_measured_in_closed_and_open_loops(server: Server, capsys:
         assert each["p99_s"] >= each["p50_s"] > each["compute_s"] > 0
         assert each["spread"] >= 0
         assert each["batch_size"] >= 1
+        if each["share"] is None:
+            rate = each["requests_per_second"]
+        else:
+            due = np.cumsum(np.random.default_rng(1).exponential(1 / (each["share"] * rate), 10_000))
+            counted = ((due >= 0.04) & (due < 0.24)).sum()  # after the warm-up
+            assert each["requests"] == pytest.approx(counted, abs=1)
         tokens = bench.LOADS[each["load"]].queries
         assert each["tokens_per_second"] == pytest.approx(tokens * each["requests_per_second"])
 
@@ -105,28 +112,51 @@ def test_a_load_that_fails_is_named_and_the_others_are_measured(
     assert (out, err.count("\n")) == ("", 2)
 
 
-def test_caches_are_not_left_behind(server: Server, client: Client) -> None:
+@pytest.mark.parametrize("error", [UnavailableError("gone"), PermissionDeniedError("who are you?")])
+def test_what_would_end_every_load_is_told_once(
+    error: Exception, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "_closed", failed)
+    assert cli.main(["bench", server.address, "--loads", "S1,S"]) == 1
+    assert [line.partition(": load ")[2][:2] for line in capsys.readouterr().err.splitlines()] == ["S1"]
+
+
+def test_caches_are_not_left_behind(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed, they expire before long."""
     before = {cache.name for cache in client.caches.list()}
+    leases = set()
+    closed = bench._closed
+
+    def looked_at(*arguments: Any) -> bench.Measured:
+        leases.update(cache.ttl for cache in client.caches.list() if cache.name not in before)
+        return closed(*arguments)
+
+    monkeypatch.setattr(bench, "_closed", looked_at)
     assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", "D", "--no-open"]) == 0
+    assert leases == {bench.LEASE_S}
     assert {cache.name for cache in client.caches.list()} == before
 
 
+@pytest.mark.parametrize("off", [1e-3, math.nan])
 @pytest.mark.parametrize("load", ["S", "D"])
 def test_a_wrong_answer_is_not_timed(
-    load: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    load: str, off: float, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = Client.submit
 
     def wrong(*arguments: Any, **options: Any) -> Future[AttentionResult[np.ndarray[Any, Any]]]:
         future = right(*arguments, **options)
-        future.result().output[0, -1, 0] += 1e-3
+        future.result().output[0, -1, 0] += off
         return future
 
     monkeypatch.setattr(Client, "submit", wrong)
     assert cli.main(["bench", server.address, "--seconds", "0.05", "--loads", load]) == 1
     out, err = capsys.readouterr()
     assert not out
-    assert f"load {load}: the answer is off by 1.0e-03" in err
+    assert f"load {load}: the answer is off by {off:.1e}" in err
 
 
 def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +167,17 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
     assert err.count("\n") == 1, "the other loads are not tried"
 
 
-@pytest.mark.parametrize("arguments", [["--loads", "S,Q"], ["--seconds", "0"], ["--rounds", "0"], ["--rounds", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--loads", "S,Q"],
+        ["--seconds", "0"],
+        ["--rounds", "0"],
+        ["--rounds", "1001"],
+        ["--rounds", "x"],
+        ["--rounds", "+3"],
+    ],
+)
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *arguments])
@@ -177,6 +217,8 @@ def test_a_load_that_was_not_kept_up_with_is_marked() -> None:
     behind = replace(closed, share=0.9, in_time=0.62)
     text = bench._text([closed, kept, behind])
     assert "open, 50%  " in text
+    assert "1,000 2,000 3,000 100 100 100 2.0" in " ".join(text.split()), "microseconds"
+    assert not replace(closed, share=0.5, in_time=bench.KEPT_UP).falls_behind
     assert "open, 90% *" in text
     assert "* More were due than were answered (in time S 90%: 62%)" in text
     assert "* More" not in bench._text([closed, kept])
@@ -220,3 +262,39 @@ def test_arrays_of_answers_are_let_go() -> None:
     assert found.requests > 100
     assert found.in_time == 0.0, "it was over a second before"
     assert most <= 2
+
+
+def test_a_closed_loop_counts_what_comes_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the answer with which its time is over."""
+    now = [100.0]
+    monkeypatch.setattr("attnserve._commands.bench.time.perf_counter", lambda: now[0])
+    timings = Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def submit() -> Future[Any]:
+        now[0] += 0.75
+        asked: Future[Any] = Future()
+        asked.set_result(AttentionResult(np.empty(8), None, None, timings, 1))
+        return asked
+
+    found = bench._closed("S1", submit, 10.0)
+    # The first answer begins the warm-up of 2 s; those counted come 2.25, 3 ... 12 s later.
+    assert found.requests == 14
+    assert found.requests_per_second == 14 / 10
+    assert (found.p50_s, found.p999_s) == (0.75, 0.75)
+
+
+def test_an_open_loop_in_which_nothing_was_due_is_no_measurement() -> None:
+    with pytest.raises(WrongAnswerError, match=r"nothing was due within 0\.01 s at 0\.1 a second"):
+        bench._open("S1", Future, 0.9, 0.1, 0.01, 1.0)
+
+
+def test_what_is_measured_of_answers() -> None:
+    answers = [
+        bench._Answer(1.0, 1.0 + number / 1000, Timings(0.0, 2.0, 0.0, 3.0, 0.0, 0.0), number % 2)
+        for number in range(1001)
+    ]
+    found = bench._measured("M", 0.5, 1.0, answers, 2.0, 10.01)
+    assert (found.p50_s, found.p99_s, found.p999_s) == pytest.approx((0.5, 0.99, 0.999))
+    assert (found.queue_s, found.compute_s) == (2.0, 3.0)
+    assert (found.requests, found.requests_per_second, found.tokens_per_second) == (1001, 500.5, 128 * 500.5)
+    assert (found.batch_size, found.client_cpu_s) == pytest.approx((500 / 1001, 0.01))

@@ -137,6 +137,9 @@ def test_errors_and_cancellations_are_told(
         assert span.attributes.get("rpc.grpc.status_code") == code
         assert span.attributes["error.type"] == error_type
         assert span.status.status_code is trace.StatusCode.ERROR
+    assert cancelled.status.description == "cancelled"
+    assert refused.status.description is not None
+    assert refused.status.description.startswith("value.shape: ")
 
 
 def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(

@@ -62,8 +62,10 @@ def test_questions_become_rare() -> None:
     pauses = [patience.pause(None) for _ in range(20)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (0.05, 1.0)
+    assert 0 < Patience(0.02).pause(None) <= 0.02, "no longer than is left"
     over = Patience(0.0)
     assert over.left is not None
+    assert over.left > 0, "gRPC takes no other timeout"
     with pytest.raises(DeadlineExceededError, match="it says that it is not"):
         over.pause(None)
     with pytest.raises(DeadlineExceededError, match="nobody"):

@@ -25,6 +25,7 @@ import pytest
 
 from attnserve import TLS, Client, Token
 from attnserve._commands import cli
+from attnserve._commands.connection_flags import ASK_FOR_CA, ASK_FOR_NAME
 from attnserve._commands.endpoint import Endpoint
 from attnserve._commands.reading import Reading
 from attnserve._commands.top_figures import figures
@@ -174,9 +175,11 @@ def test_a_server_with_tls_tells_those_who_have_a_token(
     assert reading.total("attnserve_caller_requests_total", caller="anonymous") == 0
     capsys.readouterr()
     assert top(server.http_address, *trusted, "--server-name", "another.example") == 1
-    assert "certificate verify failed" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"{ASK_FOR_NAME}\n")
     assert top(f"https://{server.http_address}") == 1
-    assert "certificate verify failed" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"{ASK_FOR_CA}\n")
+    assert top(server.address, *trusted) == 1  # the gRPC port
+    assert capsys.readouterr().err.endswith("; metrics are on the HTTP port, by default 8002\n")
     assert top(server.http_address) == 1
     assert capsys.readouterr().err.endswith("; if it speaks TLS: https://\n")
     monkeypatch.setenv("ATTNSERVE_TOKEN", tokens["use"])
@@ -187,6 +190,28 @@ def test_a_server_with_tls_tells_those_who_have_a_token(
     assert "401" in capsys.readouterr().err
 
 
+def test_a_server_without_tls_is_not_asked_for_it(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may wait for the end of a request, or say in its own words that this is none."""
+    hint = "; if it speaks no TLS: http://, and none of the flags and variables for TLS\n"
+    assert cli.main(["top", f"https://{server.http_address}", "--once", "--timeout", "0.3"]) == 1
+    assert capsys.readouterr().err.endswith(f"timed out{hint}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = "127.0.0.1:{1}".format(*listening.getsockname())
+
+        def speak() -> None:
+            peer, _ = listening.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                while peer.recv(65536):
+                    pass
+
+        speaking = threading.Thread(target=speak)
+        speaking.start()
+        assert cli.main(["top", address, "--tls", "--once"]) == 1
+        speaking.join()
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_a_token_does_not_travel_in_the_clear(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +220,12 @@ def test_a_token_does_not_travel_in_the_clear(
     said = capsys.readouterr().err
     assert said.startswith("attnserve: token: attnserve.example:8002 would get it unencrypted")
     assert "secret" not in said
+    for address, token in (
+        ("https://attnserve.example", Token("secret-token")),
+        ("attnserve.example", Token("secret-token", plaintext=True)),
+        ("127.0.0.1", Token("secret-token")),
+    ):
+        Endpoint(address, token=token)
 
 
 @pytest.mark.parametrize("address", ["", "ftp://host:1", "host:port", "http://"])
@@ -216,6 +247,10 @@ def test_an_address_without_tls_contradicts_flags_that_ask_for_it(capsys: pytest
         ("[::1]", "http://[::1]:8002/metrics"),
         ("host:80", "http://host:80/metrics"),
         ("http://host", "http://host/metrics"),
+        ("host:", "http://host:8002/metrics"),
+        ("user:secret@host:80", "http://host:80/metrics"),
+        ("http://host:80/metrics", "http://host:80/metrics"),
+        ("https://host/some/metrics/", "https://host/some/metrics"),
         ("host/some/proxy", "http://host:8002/some/proxy/metrics"),
     ],
 )
