@@ -313,19 +313,19 @@ def test_the_command_lists_caches(address: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "no caches are open; 1,000 of 1,048,576 bytes are free\n"
     with Client(address) as client:
         client.create_cache(8, 64, value_dim=32, layers=4, dtype="bfloat16", ttl=600)
-        client.create_cache(H, D).append(*part(0, 20))
+        client.create_cache(H, D, layers=2).append(*part(0, 20), layer=1)
     assert cli.main(["caches", address]) == 0
     title, first, second, room = capsys.readouterr().out.splitlines()
     assert title.split() == ["name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left"]
     assert first.split() == ["cache-0", "bfloat16", "8", "×", "64/32", "4", "0", "0", "0", "600", "s", "600", "s"]
-    assert second.split() == ["cache-1", "float32", "2", "×", "3", "1", "20", "1,920", "0"]
+    assert second.split() == ["cache-1", "float32", "2", "×", "3", "2", "20", "1,920", "0"], "of the longest layer"
     assert room == "1,000 of 1,048,576 bytes are free"
     assert cli.main(["caches", address, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["bytes"], answer["free_bytes"]) == (1 << 20, 1000)
     fields = {field.name for field in dataclasses.fields(CacheInfo)}
     assert [set(cache) for cache in answer["caches"]] == [fields] * 2
-    assert answer["caches"][1]["lengths"] == [20]
+    assert answer["caches"][1]["lengths"] == [0, 20]
     assert (answer["caches"][0]["ttl"], answer["caches"][1]["ttl"]) == (600.0, None)
 
 
@@ -358,6 +358,8 @@ def test_the_command_deletes_caches(address: str, keeper: Keeper, capsys: pytest
     assert cli.main(["caches", *names, address]) == 0
     assert capsys.readouterr() == (f"3 of 4 deleted; {room}", "")
     assert keeper.caches.keys() == {"cache-1", "cache-3"}
+    assert cli.main(["caches", "--delete", "cache-0", "--delete", "cache-0", address]) == 0
+    assert capsys.readouterr() == (f"0 of 1 deleted; {room}", "")
     assert (
         cli.main(["caches", "--json", "--delete", "cache-3", "--delete", "cache-3", "--delete", "cache-0", address])
         == 0
