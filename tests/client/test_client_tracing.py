@@ -181,6 +181,19 @@ def test_a_span_of_a_call_that_is_given_up_as_its_result_is_made_ends_once(
     assert not caplog.records
 
 
+def test_the_first_outcome_of_a_call_counts(
+    exporter: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that is cancelled while its result is on the way has two."""
+    call = Tracing(provider, "here").begin("/service/Method", None)
+    call.end(None)
+    call.end(UnavailableError("gone"))
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["rpc.grpc.status_code"] == 0
+    assert not caplog.records
+
+
 def test_a_span_of_a_call_that_is_given_up_when_its_loop_is_closed_ends(
     exporter: InMemorySpanExporter, provider: TracerProvider
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import urllib.request
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from rpcs import new_metrics
 from attnserve import Client, NotFoundError
 from attnserve_server.observability import tracing
 from attnserve_server.settings.config import Config
-from attnserve_server.start_errors import ConfigError
+from attnserve_server.start_errors import ConfigError, StartError
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -263,6 +265,20 @@ def test_variables_that_say_no_endpoint_turn_tracing_off(endpoint: str, caplog: 
     (message,) = caplog.messages
     assert message.startswith("tracing is off")
     assert endpoint not in message
+
+
+def test_without_opentelemetry_only_what_was_configured_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Variables in the environment are often the same for many programs."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    hint = re.escape("tracing needs OpenTelemetry: pip install 'attnserve[tracing]' (")
+    with pytest.raises(StartError, match=f"^{hint}"):
+        tracing.open_tracing(Config(tracing_endpoint="http://c:3"), {}, new_metrics(), "cpu")
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:3"}
+    assert tracing.open_tracing(Config(), environ, new_metrics(), "cpu") is None
+    (message,) = caplog.messages
+    assert re.match(f"tracing is off: {hint}", message)
 
 
 @pytest.mark.parametrize(
