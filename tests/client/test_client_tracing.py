@@ -233,6 +233,13 @@ async def test_a_span_that_cannot_be_ended_takes_no_result_away(
     assert caplog.text.count("the span of a call could not be ended") == 2
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("tracing", ["yes", 1, None])
+def test_what_is_no_tracing_is_refused(kind: Any, tracing: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^tracing: expected True, False or a tracer provider, found {tracing!r}$"):
+        kind("127.0.0.1:9", tracing=tracing)
+
+
 def test_opentelemetry_is_imported_only_where_it_is_asked_for() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
