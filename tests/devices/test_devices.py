@@ -258,3 +258,16 @@ def test_a_gpu_that_is_too_old_is_passed_over(caplog: pytest.LogCaptureFixture) 
     torch.set_num_threads(threads)
     assert device.name == "cpu"
     assert "Tesla T4 has compute capability 7.5" in caplog.text
+
+
+@pytest.mark.usefixtures("turing")
+def test_a_gpu_that_is_new_enough_is_opened_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, index - 1))
+    monkeypatch.setattr("attnserve_server.devices.cuda.CudaDevice", lambda index: index)
+    opened: Any = open_device("cuda:1", 1, 0, "auto")
+    assert opened == 1
+    with pytest.raises(DeviceError, match="there are 2 CUDA devices"):
+        open_device("cuda:2", 1, 0, "auto")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    assert [open_device(name, 1, 0, "auto") for name in ("auto", "cuda", "cuda:0")] == [0, 0, 0]
