@@ -228,10 +228,17 @@ def test_a_token_does_not_travel_in_the_clear(
         Endpoint(address, token=token)
 
 
-@pytest.mark.parametrize("address", ["", "ftp://host:1", "host:port", "http://"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "ftp://host:1", "host:port", "host:65536", "http://", "http://[::1", "a..name:1", "\u00e4..name:1"),
+        *("host:1/\u00e4", "a name:1", "host:1/a path", "host\x7f:1", f"{'name' * 16}:1"),
+    ],
+)
 def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", address, "--once"]) == 2
-    assert capsys.readouterr().err.startswith("attnserve: ")
+    expected = "attnserve: address: expected host:port or http://host:port, found "
+    assert capsys.readouterr().err == f"{expected}{address!r}\n"
 
 
 def test_an_address_without_tls_contradicts_flags_that_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:

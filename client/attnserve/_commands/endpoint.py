@@ -38,16 +38,21 @@ class Endpoint:
     def __init__(
         self, address: str, *, tls: TLS | None = None, token: Token | None = None, timeout: float = 10.0
     ) -> None:
-        url = urlsplit(address if "://" in address else f"//{address}")
+        expected = f"address: expected host:port or http://host:port, found {address!r}"
+        try:
+            url = urlsplit(address if "://" in address else f"//{address}")
+            port = url.port
+            for each, encoding in ((url.hostname or "", "idna"), (url.path, "ascii")):
+                each.encode(encoding)  # as a request will, whose errors would not say what they are about
+        except ValueError:
+            raise ValueError(expected) from None
         secure = tls is not None or url.scheme == "https"
         if url.hostname is None or url.scheme not in ("", "http", "https"):
-            raise ValueError(f"address: expected host:port or http://host:port, found {address!r}")
+            raise ValueError(expected)
+        if " " in address or not address.isprintable():
+            raise ValueError(expected)
         if tls is not None and url.scheme == "http":
             raise ValueError(f"address: expected https://, as flags or variables ask for TLS, found {address!r}")
-        try:
-            port = url.port
-        except ValueError:
-            raise ValueError(f"address: expected host:port or http://host:port, found {address!r}") from None
         netloc = url.netloc.rpartition("@")[2].removesuffix(":")
         if port is None and not url.scheme:
             port, netloc = METRICS_PORT, f"{netloc}:{METRICS_PORT}"
