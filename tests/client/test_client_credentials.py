@@ -123,6 +123,9 @@ def test_a_token_is_not_shown() -> None:
         (lambda: TLS(ca=5), "tls: expected the path of a file as ca, found int"),  # type: ignore[arg-type]
         (lambda: TLS(certificate="c", key=""), "tls: expected the path of a file as key, found an empty one"),
         (lambda: TLS(server_name=5), "tls: expected a name as server_name, found 5"),  # type: ignore[arg-type]
+        (lambda: TLS(server_name=""), "tls: expected a name as server_name, found ''"),
+        (lambda: TLS(server_name="a..name"), r"tls: expected a name as server_name, found 'a\.\.name'"),
+        (lambda: TLS(server_name="name\0"), r"tls: expected a name as server_name, found 'name\\x00'"),
         (lambda: Token(file=5), "token: expected the path of a file as file, found int"),  # type: ignore[arg-type]
     ],
 )

@@ -55,7 +55,7 @@ class TLS:
     def __post_init__(self) -> None:
         for name in ("ca", "certificate", "key"):
             _check_path("tls", name, getattr(self, name))
-        if self.server_name is not None and not (isinstance(self.server_name, str) and self.server_name):
+        if self.server_name is not None and not _is_name(self.server_name):
             raise ValueError(f"tls: expected a name as server_name, found {self.server_name!r}")
         if (self.certificate is None) != (self.key is None):
             alone = "a key" if self.certificate is None else "a certificate"
@@ -75,6 +75,14 @@ class TLS:
             with _used("certificate and key", self.certificate, self.key):
                 context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never prompt on a terminal
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _is_name(name: object) -> bool:
+    """Whether a certificate may have such a name: it is text, and what it is encoded as for a handshake is one, too."""
+    try:
+        return isinstance(name, str) and name.isprintable() and bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
