@@ -184,7 +184,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
     assert "usage: attnserve bench" in capsys.readouterr().err
 
 
-def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
+def test_a_request_that_is_late_is_late_from_when_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that stalls: replies come when the last request is sent, so the first is late by that long."""
     timings = type("Timings", (), {"queue": 0.0, "compute": 0.0})()
     result = type("Result", (), {"timings": timings, "batch_size": 1})()
@@ -204,7 +204,10 @@ def test_a_request_that_is_late_is_late_from_when_it_was_due() -> None:
     gaps = np.random.default_rng(1).exponential(1 / 200, 1000)
     times = np.cumsum(gaps)
     due = int((times < 0.6).sum())
+    used = iter([1.0, 2.2])  # of which 0.2 for the warm-up
+    monkeypatch.setattr("attnserve._commands.bench.time.process_time", lambda: next(used))
     found = bench._open("S", submit, 0.9, 200.0, 0.5, 60.0)
+    assert found.client_cpu_s * found.requests == pytest.approx(1.0)
     assert found.requests == int(((times >= 0.1) & (times < 0.6)).sum())
     assert found.p99_s > 0.4
     assert found.in_time == 1.0, "there is a minute left"
@@ -271,16 +274,16 @@ def test_a_closed_loop_counts_what_comes_after_the_warm_up(monkeypatch: pytest.M
     timings = Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def submit() -> Future[Any]:
-        now[0] += 0.75
+        now[0] += 0.7
         asked: Future[Any] = Future()
         asked.set_result(AttentionResult(np.empty(8), None, None, timings, 1))
         return asked
 
     found = bench._closed("S1", submit, 10.0)
-    # The first answer begins the warm-up of 2 s; those counted come 2.25, 3 ... 12 s later.
-    assert found.requests == 14
-    assert found.requests_per_second == 14 / 10
-    assert (found.p50_s, found.p999_s) == (0.75, 0.75)
+    # The first answer begins the warm-up of 2 s; those counted come 2.1, 2.8 ... 12.6 s later.
+    assert found.requests == 16
+    assert found.requests_per_second == pytest.approx(16 / 10.6)
+    assert (found.p50_s, found.p999_s) == pytest.approx((0.7, 0.7))
 
 
 def test_an_open_loop_in_which_nothing_was_due_is_no_measurement() -> None:
