@@ -286,6 +286,31 @@ def test_a_closed_loop_counts_what_comes_after_the_warm_up(monkeypatch: pytest.M
     assert (found.p50_s, found.p999_s) == pytest.approx((0.7, 0.7))
 
 
+def test_a_server_that_is_too_slow_is_measured_until_it_has_answered_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers 20 requests a second, and 40 are due: for twice as long."""
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def submit() -> Future[Any]:
+        now[0] += 0.05
+        asked: Future[Any] = Future()
+        asked.set_result(AttentionResult(np.empty(8), None, None, Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1))
+        return asked
+
+    monkeypatch.setattr("attnserve._commands.bench.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("attnserve._commands.bench.time.sleep", sleep)
+    found = bench._open("S1", submit, 0.9, 40.0, 10.0, 0.0)
+    assert 300 < found.requests < 500
+    assert found.requests_per_second == pytest.approx(found.requests / (now[0] - 102.0))
+    assert found.requests_per_second < 20
+    assert 0.3 < found.in_time < 0.5  # type: ignore[operator]
+    assert found.falls_behind
+    later = bench._open("S1", submit, 0.9, 40.0, 10.0, 60.0)
+    assert later.in_time == 1.0
+
+
 def test_an_open_loop_in_which_nothing_was_due_is_no_measurement() -> None:
     with pytest.raises(WrongAnswerError, match=r"nothing was due within 0\.01 s at 0\.1 a second"):
         bench._open("S1", Future, 0.9, 0.1, 0.01, 1.0)
