@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -165,6 +166,16 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
     assert not out
     assert err.startswith("attnserve: unix:/nowhere/at/all: ")
     assert err.count("\n") == 1, "the other loads are not tried"
+
+
+def test_a_service_that_does_not_answer_is_not_waited_for_longer_than_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.main(["bench", address, "--timeout", "0.2", "--loads", "S,D"]) == 1
+    told = [f"attnserve: load {name}: no reply from {address} within 0.2 s\n" for name in "SD"]
+    assert capsys.readouterr() == ("", "".join(told))
 
 
 @pytest.mark.parametrize(
