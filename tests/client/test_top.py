@@ -174,8 +174,9 @@ def test_a_server_with_tls_tells_those_who_have_a_token(
     assert reading.total("attnserve_caller_query_tokens_total", caller="of-use") == 3
     assert reading.total("attnserve_caller_requests_total", caller="anonymous") == 0
     capsys.readouterr()
-    assert top(server.http_address, *trusted, "--server-name", "another.example") == 1
-    assert capsys.readouterr().err.endswith(f"{ASK_FOR_NAME}\n")
+    for another in ("another.example", "127.0.0.9"):
+        assert top(server.http_address, *trusted, "--server-name", another) == 1
+        assert capsys.readouterr().err.endswith(f"{ASK_FOR_NAME}\n")
     assert top(f"https://{server.http_address}") == 1
     assert capsys.readouterr().err.endswith(f"{ASK_FOR_CA}\n")
     assert top(server.address, *trusted) == 1  # the gRPC port
