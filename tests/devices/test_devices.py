@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
 from attnserve_server.devices.cpu import SPLIT_FLOPS, CpuDevice
-from attnserve_server.kernels import KERNELS
+from attnserve_server.devices.division import divided
+from attnserve_server.kernels import KERNELS, AttentionCall, kernel_for
+from attnserve_server.native import library
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
@@ -216,6 +218,34 @@ def test_what_a_device_says_of_itself(tensor_devices: dict[int, CpuDevice]) -> N
     assert dict(batch.kernel_calls) == {"cpu_flash": 1}  # two requests, one call
     assert min(batch.staging, batch.compute, batch.fetch) > 0
     assert batch.padding == 0.0
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+def test_requests_are_counted_by_the_kernel_that_computed_them(devices: dict[int, CpuDevice]) -> None:
+    scored = messages.random_attend(9, return_scores=pb.SCORE_STAGE_WEIGHTS)
+    plain = [messages.read(messages.random_attend(seed)) for seed in range(3)]
+    for device in devices.values():
+        device.take_kernel_calls()
+        assert device.run(plain).kernel_calls == Counter({library.NAME: 3})
+        assert device.run([messages.read(scored)]).kernel_calls == Counter(math=1)
+        assert device.run([*plain, messages.read(scored)]).kernel_calls == Counter({library.NAME: 3, "math": 1})
+        assert not device.take_kernel_calls()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "parts", "axis"),
+    [(2, 2, 2, 0), (4, 2, 2, 0), (3, 2, 2, 1), (1, 2, 2, 1), (3, 1, 2, 0), (1, 1, 1, 0)],
+)
+def test_a_call_is_divided_by_sequences_or_by_heads_where_these_do_not_divide_evenly(
+    sequences: int, kv_heads: int, parts: int, axis: int
+) -> None:
+    query, key = torch.randn(sequences, 4, 3, 8), torch.randn(sequences, kv_heads, 3, 8)
+    call = AttentionCall(query, key, key, 0.125)
+    assert kernel_for(call).heads_apart
+    divided_into, along = divided(call, 2)
+    assert (len(divided_into), along) == (parts, axis)
+    assert torch.equal(torch.cat([part.query for part in divided_into], along), query)
+    assert torch.equal(torch.cat([part.key for part in divided_into], along), key)
 
 
 def test_every_kernel_for_requests_is_warm_before_they_come(

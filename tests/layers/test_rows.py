@@ -124,6 +124,28 @@ def test_row_functions_of_one_and_of_several_results(devices: dict[int, CpuDevic
         assert torch.equal(following, tensors[1] + 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "flops", "parallel", "ranges"),
+    [
+        (64, SPLIT_FLOPS, True, [16] * 4),
+        (32, SPLIT_FLOPS, True, [32]),
+        (32, SPLIT_FLOPS, False, [16, 16]),
+        (32, SPLIT_FLOPS - 1, False, [32]),
+        (1000, 0, True, [496, 504]),
+    ],
+)
+def test_rows_are_divided_if_there_are_enough_of_them(rows: int, flops: int, parallel: bool, ranges: list[int]) -> None:
+    """Products that divide themselves read all weights for each range: for fewer than there are threads, only once."""
+    before = torch.get_num_threads()
+    device, seen = CpuDevice(4, 0, None), []
+    try:
+        device.rows(lambda x: (seen.append(len(x)), x)[1], make.random_rows(rows, 5, 0), flops=flops, parallel=parallel)
+    finally:
+        device.close()
+        torch.set_num_threads(before)
+    assert sorted(seen) == ranges
+
+
 def test_an_error_in_a_range_of_rows_is_the_callers(devices: dict[int, CpuDevice]) -> None:
     def fail(rows: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
