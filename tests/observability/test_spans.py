@@ -70,11 +70,15 @@ def times(span: ReadableSpan, of: ReadableSpan) -> tuple[float, float]:
     return (span.start_time - of.start_time) / 1e9, (span.end_time - of.start_time) / 1e9
 
 
-@pytest.mark.parametrize(("encode", "encoded"), [(0.25, (4.75, 5.0)), (2.0, (4.0, 5.0))])
+@pytest.mark.parametrize(
+    ("end", "encode", "encoded"), [(6.0, 0.25, (4.75, 5.0)), (6.0, 2.0, (4.0, 5.0)), (4.75, 0.25, (4.0, 4.0))]
+)
 def test_what_a_request_and_its_batch_did_when(
-    encode: float, encoded: tuple[float, float], caplog: pytest.LogCaptureFixture
+    end: float, encode: float, encoded: tuple[float, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call began before its message came. What is said to encode may have begun while others still computed."""
+    """The call began before its message came. What is said to encode may have begun while others still computed, and
+    even have ended: then it takes no time.
+    """
     recording = Recording()
     trace, other = recording.begin("attend", 1.0), recording.begin("attend_stream", 1.0)
     trace.received(2.0)
@@ -83,7 +87,7 @@ def test_what_a_request_and_its_batch_did_when(
     recording.tracing.batch(entries[1:2], 3.0, outcome)
     assert recording.spans == [], "of what is not recorded"
     recording.tracing.batch(entries, 3.0, outcome)
-    trace.finish("OK", 6.0, Phases(0.75, 0.25, 0.5, 1.5, encode), len(entries))
+    trace.finish("OK", end, Phases(0.75, 0.25, 0.5, 1.5, encode), len(entries))
     trace.finish("CANCELLED", 9.0)
     assert caplog.messages == [], "a span ends once"
 
@@ -96,7 +100,7 @@ def test_what_a_request_and_its_batch_did_when(
     assert times(batch, batch) == (0.0, 2.25)
     *phases, request = recording.spans[4:]
     assert request.name == "attend"
-    assert times(request, request) == (0.0, 5.0)
+    assert times(request, request) == (0.0, end - 1.0)
     assert {span.name: times(span, request) for span in phases} == {
         "decode": (1.0, 1.75),
         "queue": (1.75, 2.0),
@@ -113,5 +117,5 @@ def test_what_a_request_and_its_batch_did_when(
     assert batch.attributes["attnserve.batch.query_tokens"] == sum(entry.request.query_tokens for entry in entries)
     assert batch.attributes["attnserve.kernels"] == ("a", "b")
     assert "attnserve.layer" not in batch.attributes
-    assert recording.exemplars("attnserve_request_duration_seconds") == {4.0}, "as the metrics have it"
+    assert recording.exemplars("attnserve_request_duration_seconds") == {end - 2.0}, "as the metrics have it"
     assert recording.exemplars("attnserve_request_phase_duration_seconds") >= {0.75, 1.5}
