@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import opened_devices
 from device_bench import assert_batch_invariant, assert_matches_oracle, contents, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,12 @@ from attnserve_server.native import library
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+
+
+@pytest.fixture(scope="module", params=["native", "tensors"])
+def devices(request: pytest.FixtureRequest) -> Iterator[dict[int, CpuDevice]]:
+    """Devices that compute what they can with the native library, and devices without it."""
+    yield from opened_devices(library.best("auto") if request.param == "native" else None)
 
 
 @EVERY_DTYPE
@@ -77,6 +85,20 @@ def test_packed_requests_lengths_and_plain_ones_together(devices: dict[int, CpuD
     ]
     requests = [messages.read(message) for message in batch]
     assert len({request.problem.group for request in requests}) == 1
+    assert_batch_invariant(devices, requests)
+
+
+@EVERY_DTYPE
+def test_requests_that_differ_in_their_lengths_alone(devices: dict[int, CpuDevice], dtype: Any) -> None:
+    """Those that have the same lengths among them, too: of one length, which are one call, and of several."""
+    batch = [
+        messages.random_attend(
+            seed, 4, kv_lengths=np.array(lengths), batch=3, heads=4, kv_heads=2, dtype=dtype, return_lse=True
+        )
+        for seed, lengths in enumerate([[4, 0, 2], [2, 2, 2], [4, 0, 2], [3, 3, 3], [2, 2, 2], [0, 4, 2]])
+    ]
+    requests = [messages.read(message) for message in batch]
+    assert len({id(request.problem) for request in requests}) == 1
     assert_batch_invariant(devices, requests)
 
 
@@ -220,11 +242,12 @@ def test_what_a_device_says_of_itself(tensor_devices: dict[int, CpuDevice]) -> N
     assert batch.padding == 0.0
 
 
-@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 def test_requests_are_counted_by_the_kernel_that_computed_them(devices: dict[int, CpuDevice]) -> None:
     scored = messages.random_attend(9, return_scores=pb.SCORE_STAGE_WEIGHTS)
     plain = [messages.read(messages.random_attend(seed)) for seed in range(3)]
     for device in devices.values():
+        if device.native is None:
+            pytest.skip("no native kernel is here")
         device.take_kernel_calls()
         assert device.run(plain).kernel_calls == Counter({library.NAME: 3})
         assert device.run([messages.read(scored)]).kernel_calls == Counter(math=1)
