@@ -29,6 +29,16 @@ def test_scores_with_lengths(devices: dict[int, CpuDevice], stage: int, kv_lengt
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
+def test_scores_with_lengths_and_a_mask(devices: dict[int, CpuDevice], stage: int) -> None:
+    """A key is attended if both allow it."""
+    lengths, mask = np.array([5, 2]), np.random.default_rng(0).random((2, 1, 3, 5)) < 0.6
+    message = messages.random_attend(
+        0, 3, kv_length=5, batch=2, return_scores=stage, kv_lengths=lengths, mask=mask, return_lse=True
+    )
+    assert_matches_oracle(devices[1], message, kv_lengths=lengths, mask=mask)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=STAGES.get)
 def test_scores_of_packed_sequences(devices: dict[int, CpuDevice], stage: int) -> None:
     message = packed(0, [3, 1, 2], [2, 5, 0], return_scores=stage, return_lse=True)
     assert_matches_oracle(
