@@ -7,6 +7,7 @@ Pages are so small that sequences of GPT-2, Mistral and the decoder have two.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
-from calls import PATIENCE_S
+from calls import PATIENCE_S, metric
 from checkpoints import CHECKPOINTS, VOCABULARY
-from conftest import Models
+from conftest import Models, Server
 from decoders import DECODERS, WIDE, WINDOW, create_cache, write_wide
 from resident_decoders import cached_server, client, modules, seed
 
 from attnserve import Cache, Client, InvalidRequestError, LayerResult
+from attnserve_server.native.library import available
 
 __all__ = ["cached_server", "client", "modules", "seed"]  # fixtures
 
@@ -152,6 +154,24 @@ def test_a_ragged_batch_of_caches(client: Client, name: str, packed: bool) -> No
         assert_same_bits(row.numpy(), expected.numpy())
     for cache in caches:
         cache.delete()
+
+
+needs_native = pytest.mark.skipif(
+    not available() and "REQUIRE_NATIVE" not in os.environ, reason="there is no native kernel here"
+)
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 15 / 16), pytest.param("mistral/whole", 0, marks=needs_native)])
+def test_padding_of_a_step(cached_server: Server, client: Client, name: str, share: float) -> None:
+    """Where rows are filled up, most of those of a single sequence's step are padding."""
+
+    def told() -> float:
+        return metric(cached_server.http_address, "attnserve_batch_padding_ratio_sum")
+
+    with create_cache(client, name) as cache:
+        before = told()
+        client.apply(name, torch.zeros(1, dtype=torch.int64), cache=cache)
+        assert told() - before == pytest.approx(share, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral/bfloat16", "mistral/whole"])

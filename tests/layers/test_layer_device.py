@@ -54,3 +54,4 @@ def test_what_a_layer_takes_and_gives(
     assert transfers.waits == 2, "once for whether all inputs of all attentions were finite, and once for all replies"
     assert all(each.data_ptr() in transfers.allocated for each in transfers.uploaded), "from pinned memory"
     assert set(batch.kernel_calls) == {efficient_cuda.NAME}
+    assert batch.padding == 13 / 32, "19 rows are filled up to 32"

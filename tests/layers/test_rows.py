@@ -17,7 +17,7 @@ from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.projection import Projection
-from attnserve_server.layers.rows import Batch, multiple_of
+from attnserve_server.layers.rows import Batch, multiple_of, padding_of
 from attnserve_server.layers.specification import Dtype
 
 
@@ -86,6 +86,18 @@ def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput
         assert sorted(map(repr, seen)) == sorted(map(repr, kinds))
         if not attention:  # for its first attention a batch makes only one call per kind
             assert len(stacks) == len(set(kinds))
+
+
+@pytest.mark.parametrize(("lengths", "padding"), [([], 0), ([0], 0), ([16], 0), ([3, 2], 27 / 32), ([16, 1], 15 / 32)])
+def test_the_share_of_padding(lengths: list[int], padding: float) -> None:
+    """Of batches of so many rows, each of two requests: rows count once."""
+    outputs = []
+    for rows in lengths:
+        given = [make.packed(make.random_rows(each, 8, each)) for each in (rows, 0)]
+        batch = Batch(given, [kind for each in given for kind in kinds_of(each, False, (-1, -1))], multiple=ROWS)
+        outputs += batch.outputs(batch.pack_inputs())
+    assert [len(each.output) for each in outputs] == [n for rows in lengths for n in (rows, 0)]
+    assert padding_of(outputs) == padding
 
 
 @given(requests=batches())

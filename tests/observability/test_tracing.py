@@ -125,6 +125,7 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
             assert {link.span_id for link in batch.links} == {span.span_id for span in together}
             assert attributes(batch)["attnserve.batch.requests"] == len(parents)
             assert attributes(batch)["attnserve.kernels"]
+            assert attributes(batch)["attnserve.batch.padding_ratio"] == 0
             inside = collected.spans(lambda span: span.parent_span_id == batch.span_id, 3)
             assert {span.name for span in inside} == {"staging", "compute", "fetch"}
 

@@ -43,7 +43,7 @@ class Batches:
     mean_requests: float
     p99_requests: float
     padding: float
-    """The share of the work that was padding, from 0 to 1."""
+    """The share of padding among a batch's rows, from 0 to 1: the mean over batches."""
     kernel_calls: Rates
 
 

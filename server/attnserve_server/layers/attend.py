@@ -129,7 +129,7 @@ def replies(
     batch: Batch, requests: Sequence[LayerInput], output: torch.Tensor, attended: Attended
 ) -> list[LayerOutput]:
     """What each request gets: its rows of the output, and what else it asked for."""
-    outputs = [LayerOutput(rows) for rows in batch.unpack(output)]
+    outputs = batch.outputs(output)
     if not any(each.options.return_lse or each.options.return_scores for each in requests):
         return outputs
     lses = [None if each.lse is None else each.lse[n] for each in attended.results for n in range(len(each.output))]

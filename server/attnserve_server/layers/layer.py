@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,6 +12,9 @@ from attnserve_server.layers.application import Application
 from attnserve_server.layers.direct import Plan
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.specification import LayerSpecification
+
+if TYPE_CHECKING:
+    from attnserve_server.layers.rows import Packing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,11 +43,13 @@ class LayerInput:
 class LayerOutput:
     """One reply: output [total, outputs] and scores [Hq, total, longest context] (without Hq if averaged) in the
     layer's dtype; lse [Hq, total] in the accumulation dtype. Beyond a sequence's own keys, scores are -inf, weights 0.
+    `packings` are the rows in which it was computed, with those of other requests.
     """
 
     output: torch.Tensor
     lse: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    packings: Sequence[Packing] = ()
 
 
 class Layer(Protocol):

@@ -41,8 +41,8 @@ class LearnedScoreHead:
             pair_flops=2 * (width + specification.outputs),
             score=score,
         )
-        self.multiple = ROWS
-        """What batches must have a multiple of rows of."""
+        self.multiple = ROWS if specification.value else 1
+        """What batches must have a multiple of rows of: without values to project, nothing is computed row by row."""
         self._value, self._parallel = None, False
         if specification.value:
             value, bias = parameters.pop("value.weight"), parameters.pop("value.bias", None)

@@ -29,6 +29,7 @@ from attnserve_server.layers.extent import Extent
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
+from attnserve_server.layers.rows import padding_of
 from attnserve_server.layers.specification import Dtype
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.reply import ReplyTensor, Timed, payloads_of, tensors_header
@@ -239,6 +240,7 @@ def run_layer(
         staging=after_staging - begin,
         compute=after_compute - after_staging,
         fetch=perf_counter() - after_compute,
+        padding=padding_of(outputs),
         kernel_calls=device.take_kernel_calls(),
     )
 

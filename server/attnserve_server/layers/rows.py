@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attnserve_server.devices.compute import ROWS
-from attnserve_server.layers.layer import LayerInput
+from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.requests.options import ScoreStage
 
 Piece = TypeVar("Piece")
@@ -70,6 +70,13 @@ class Packing:
         positions = torch.zeros(self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         positions.numpy()[: self.total] = np.arange(self.total) + np.repeat(shifts, self.lengths)
         return positions.to(device, non_blocking=True)
+
+
+def padding_of(outputs: Iterable[LayerOutput]) -> float:
+    """The share of padding among all rows in which outputs were computed."""
+    packings = {packing for output in outputs for packing in output.packings}
+    rows = sum(packing.rows for packing in packings)
+    return (rows - sum(packing.total for packing in packings)) / rows if rows else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,11 @@ class Batch:
             return list(torch.split(rows[: self.inputs.total], [sum(each.lengths) for each in self._requests]))
         pieces = self.by_request(torch.split(rows[: self.inputs.total], self.inputs.lengths))
         return [of_one[0] if len(of_one) == 1 else torch.cat([rows[:0], *of_one]) for of_one in pieces]
+
+    def outputs(self, rows: torch.Tensor) -> list[LayerOutput]:
+        """The outputs of requests, which are their rows without the padding."""
+        packings = [packing for packing in (self.inputs, self.contexts) if packing is not None]
+        return [LayerOutput(own, packings=packings) for own in self.unpack(rows)]
 
     def by_request(self, of_sequences: Sequence[Piece]) -> list[list[Piece]]:
         """Items for each sequence in the order of the batch, as one list per request in that request's order."""

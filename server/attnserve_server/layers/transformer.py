@@ -104,7 +104,7 @@ class TransformerLayer:
             own = Residents(residents.pool, [residents.of_requests[n] for n in places])
             found = decoder.run(batch, self._embedded(batch), self._rotations(batch), own)
             if isinstance(found, torch.Tensor):
-                return dict(zip(places, map(LayerOutput, batch.unpack(found)), strict=True))
+                return dict(zip(places, batch.outputs(found), strict=True))
             places = [n for place, n in enumerate(places) if place not in found]
         return {}
 
@@ -135,7 +135,7 @@ class TransformerLayer:
             else:
                 attended, block = own.attend(block, *heads), block + 1
         _, output = self._passages[-1](rows, attended, None)
-        return [LayerOutput(of_request) for of_request in batch.unpack(output)]
+        return batch.outputs(output)
 
     def _batch(self, inputs: Sequence[LayerInput]) -> Batch:
         """The requests, ordered for self-attention first, then for cross-attention."""

@@ -130,7 +130,8 @@ class Metrics:
         batch_flops = Histogram("attnserve_batch_flops", "Floating-point operations of a batch.", _FLOPS, registry)
         padding = Histogram(
             "attnserve_batch_padding_ratio",
-            "The part of a batch's work that was padding, from 0 to 1.",
+            "The share of padding among a batch's rows, from 0 to 1: some layers fill up inputs, and contexts, to "
+            "multiples of 16 rows; attention without a layer has none.",
             _RATIO,
             registry,
         )
@@ -210,7 +211,7 @@ class Metrics:
     def batch(
         self, requests: int, flops: float, query_tokens: int, padding_ratio: float, kernel_calls: Mapping[str, int]
     ) -> None:
-        """A batch was computed. `padding_ratio` is the part of its work that was padding, from 0 to 1."""
+        """A batch was computed. `padding_ratio` is the share of padding among its rows, from 0 to 1."""
         self._batch_requests(requests)
         self._batch_flops(flops)
         self._padding(padding_ratio)

@@ -50,8 +50,8 @@ class RequestResult:
 class BatchResult:
     """The results of a batch, one per request in its order, and where the time went (seconds).
 
-    `padding` is the share of what was computed that no request asked for. `again` has, by place, the requests whose
-    results are incomplete, in the form in which they run once more, in a batch of their own group.
+    `padding` is the share of its rows that belong to no request. `again` has, by place, the requests whose results are
+    incomplete, in the form in which they run once more, in a batch of their own group.
     """
 
     results: list[RequestResult]
