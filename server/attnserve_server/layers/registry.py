@@ -16,6 +16,7 @@ from pathlib import Path
 
 from attnserve_server.devices import Device
 from attnserve_server.errors import LIMIT_EXCEEDED, FailedPrecondition, NotFound, OutOfMemory
+from attnserve_server.layers.build import build_layer
 from attnserve_server.layers.checkpoint import load, resolve_file
 from attnserve_server.layers.definitions import load_definitions
 from attnserve_server.layers.extent import Extents
@@ -127,8 +128,6 @@ class Registry:
             self.is_reading = False
 
     def _read(self, directory: Path, definitions: str | Path, names: Collection[str]) -> list[Loaded]:
-        from attnserve_server.layers.build import build_layer
-
         loaded = []
         path = definitions if isinstance(definitions, Path) else resolve_file(directory, definitions)
         specifications = load_definitions(path, directory, names)
