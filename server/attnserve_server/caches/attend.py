@@ -102,9 +102,6 @@ def _waves(running: Sequence[QueryAttention]) -> Iterator[_Wave]:
     """Groups in their order, as many at a time as WAVE_BYTES allows."""
     wave: _Wave = []
     total = 0
-    if len(running) == 1 and len(running[0].groups) == 1:
-        yield [(running[0], running[0].groups[0])]
-        return
     for attention in running:
         for group in attention.groups:
             size = attention.bytes(group)
