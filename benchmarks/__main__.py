@@ -189,7 +189,7 @@ def main() -> None:
                 grown = growth(service.address, chosen.growth, status.update)
             console.print(table.growth(grown), "")
     found = write()
-    if goals := goals_of(results, waited, curves):
+    if goals := goals_of(results, waited, curves, grown):
         console.print(table.reached(goals), "")
     console.print(
         f"Medians of {chosen.rounds} rounds of {chosen.seconds:g} s; spread is half the range of the rate over its "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from benchmarks.growth import Growth
 from benchmarks.measure import IN_PROCESS, NO_COMPUTE, SERVICE
 from benchmarks.results import Curve, WorkloadResult, by_concurrency
 from benchmarks.waiting import Waiting
@@ -61,6 +62,18 @@ def _cpu(result: WorkloadResult) -> float | None:
     return _over(result.median(SERVICE, "server_cpu_us"), compute + transport)
 
 
+def _step(result: WorkloadResult) -> float | None:
+    """The median latency over the sum of torch's in process and that of a server that computes nothing."""
+    compute, transport = result.median(IN_PROCESS, "p50_us"), result.median(NO_COMPUTE, "p50_us")
+    if compute is None or transport is None:
+        return None
+    return _over(result.median(SERVICE, "p50_us"), compute + transport)
+
+
+def _of_torch(result: WorkloadResult) -> float | None:
+    return result.ratio(SERVICE, IN_PROCESS)
+
+
 def _tail_of_peer(result: WorkloadResult) -> float | None:
     """The 99th percentile at the highest share of the server's own capacity, over the lowest one of a peer."""
     share = max((each.share for each in result.open), default=0.0)
@@ -92,6 +105,7 @@ def _over(value: float | None, other: float | None) -> float | None:
 
 
 PEER, LIMIT, CPU = "requests/s, of the better peer", "requests/s, of no compute", "server CPU, of torch + no compute"
+STEP = "p50, of torch in process + no compute"
 
 GOALS: Final[tuple[tuple[str, str, float, bool, _Measure], ...]] = (
     ("S", PEER, 1.5, True, _of_peer),
@@ -106,6 +120,9 @@ GOALS: Final[tuple[tuple[str, str, float, bool, _Measure], ...]] = (
     ("B", PEER, 1.25, True, _of_peer),
     ("B", CPU, 1.15, False, _cpu),
     ("D", "requests/s, of sending K and V to the better peer", 20.0, True, _of_peer),
+    ("D", STEP, 1.5, False, _step),
+    ("DA", STEP, 1.5, False, _step),
+    ("D64", "requests/s, of torch in process", 0.8, True, _of_torch),
     ("X", "p99 at 90 % of its own capacity, of the better peer's at that of its own", 0.5, False, _tail_of_peer),
     ("X", "p99 at 90 % of the better peer's capacity, of the peer's", 0.5, False, _tail_at_the_peers_load),
 )
@@ -120,10 +137,19 @@ FLAT: Final = 1.2
 """Up to this ratio of the highest to the lowest, costs are called flat."""
 
 
+GROWING: Final = ("append", "fork")
+"""The operations on caches whose costs must not depend on their length."""
+
+
 def goals(
-    results: Sequence[WorkloadResult], waiting: Sequence[Waiting] = (), curves: Sequence[Curve] = ()
+    results: Sequence[WorkloadResult],
+    waiting: Sequence[Waiting] = (),
+    curves: Sequence[Curve] = (),
+    growth: Sequence[Growth] = (),
 ) -> list[Goal]:
-    """The goals of the workloads that were measured; for memory, one per size, of the way that takes most."""
+    """The goals of the workloads that were measured; for memory, one per size, of the way that takes most; and for
+    caches that grow, one per operation, in process and over the wire.
+    """
     by_name = {result.name: result for result in results}
     found = [
         Goal(name, what, bound, at_least, measure(by_name[name]))
@@ -137,4 +163,8 @@ def goals(
     for curve in by_concurrency(curves):
         what = "server CPU per token from 1 to 256 in flight, the highest of the lowest"
         found.append(Goal(curve.name.split()[-1], what, FLAT, at_least=False, found=curve.unevenness(SERVICE)))
+    for each in growth:
+        if each.name.partition(",")[0] in GROWING:
+            what = f"p50 of {each.name}: {each.much}, of {each.little}"
+            found.append(Goal("", what, FLAT, at_least=False, found=_over(each.much_us, each.little_us)))
     return found

@@ -64,7 +64,8 @@ def report(result: Result) -> str:
 
 def brief(result: Result) -> str:
     """The part that is shown for other machines: how it was made, one line per workload, and the goals."""
-    reached = [table.reached(goals(result.workloads, result.waiting, result.curves))] if result.peers else []
+    found = goals(result.workloads, result.waiting, result.curves, result.growth)
+    reached = [table.reached(found)] if result.peers else []
     return "\n\n".join((_made(result), _summary(result), *_steps(result), *map(_plain, reached)))
 
 

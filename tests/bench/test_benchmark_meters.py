@@ -16,8 +16,10 @@ from attnserve_server.host.cpus import usable_cpus
 from benchmarks import table
 from benchmarks.arrivals import ClosedLoop, OpenLoop
 from benchmarks.goals import goals
+from benchmarks.growth import Growth
 from benchmarks.measure import (
     IN_PROCESS,
+    NO_COMPUTE,
     SERVICE,
     RoundFigures,
     baseline,
@@ -30,6 +32,7 @@ from benchmarks.results import (
     OPEN_FIGURES,
     Curve,
     Figure,
+    Figures,
     Memory,
     OpenResult,
     Point,
@@ -204,6 +207,55 @@ def test_noise_is_marked_and_ratios_are_of_tokens() -> None:
     assert compared.found is not None
     assert math.isnan(compared.found)
     assert not compared.reached
+
+
+STEPPED = (IN_PROCESS, NO_COMPUTE, SERVICE)
+
+
+UNKNOWN = (None, None, None)
+
+
+def steps(
+    name: str, rates: tuple[float, float], latencies: tuple[float | None, float | None, float | None]
+) -> WorkloadResult:
+    """A workload with the rates of torch in process and the service, and the latencies of all of `STEPPED`."""
+    ways: dict[str, Figures] = {
+        way: {**dict.fromkeys(FIGURES), "p50_us": None if latency is None else Figure.of([latency])}
+        for way, latency in zip(STEPPED, latencies, strict=True)
+    }
+    for way, rate in zip((IN_PROCESS, SERVICE), rates, strict=True):
+        ways[way]["tokens_per_second"] = Figure.of([rate])
+    return WorkloadResult(name, "a decoder's step", 1, 1.0, {}, ways, [], {})
+
+
+@pytest.mark.parametrize("name", ["D", "DA"])
+def test_steps_are_within_torch_and_a_round_trip(name: str) -> None:
+    for service, found, reached in ((450.0, 1.5, True), (600.0, 2.0, False)):
+        *_, goal = goals([steps(name, (1.0, 1.0), (100.0, 200.0, service))])
+        assert (goal.workload, goal.found, goal.reached) == (name, found, reached)
+    *_, goal = goals([steps(name, (1.0, 1.0), UNKNOWN)])
+    assert (goal.found, goal.reached) == (None, None)
+
+
+def test_steps_of_many_caches_are_nearly_as_many_as_in_process() -> None:
+    for rate, found, reached in ((80.0, 0.8, True), (75.0, 0.75, False)):
+        (goal,) = goals([steps("D64", (100.0, rate), UNKNOWN)])
+        assert (goal.workload, goal.found, goal.reached) == ("D64", found, reached)
+
+
+def test_appends_and_forks_do_not_depend_on_the_length() -> None:
+    grown = [
+        Growth("append, over the wire", "the first 1,000 tokens", "the last of 10,000", 100.0, 120.0),
+        Growth("step of 64, in process", "forks of one", "8,192 each", 1.0, 9.0),
+        Growth("fork, in process", "an empty cache", "100,000 tokens", 4.0, 8.0),
+    ]
+    append, fork = goals([], growth=grown)
+    assert (append.found, append.reached) == (1.2, True)
+    assert (fork.found, fork.reached) == (2.0, False)
+    assert append.what == "p50 of append, over the wire: the last of 10,000, of the first 1,000 tokens"
+    shown = table.reached([append, fork])
+    assert list(shown.columns[4].cells) == ["reached", "missed"]
+    assert Console(width=2 * table.WIDTH).measure(shown).maximum <= table.WIDTH
 
 
 def test_open_loops_say_how_busy_the_machine_was() -> None:
