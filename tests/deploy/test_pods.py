@@ -218,12 +218,34 @@ def test_a_gpu_is_asked_for_where_there_is_to_be_one(rendered: Rendered) -> None
     assert ("nodeSelector" in rendered.pod) is gpu
 
 
-def test_only_callers_and_the_monitoring_are_let_in() -> None:
-    (policy,) = combine().of_kind("NetworkPolicy")
+def test_only_callers_and_the_monitoring_are_let_in(rendered: Rendered) -> None:
+    """Their labels are those of the documents: test_instructions.py."""
+    (policy,) = rendered.of_kind("NetworkPolicy")
     assert sorted(policy["spec"]["policyTypes"]) == ["Egress", "Ingress"]
-    doors = {port["port"]: rule["from"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-    assert doors.keys() == {"grpc", "http"}
-    assert all(selector["namespaceSelector"]["matchLabels"] for door in doors.values() for selector in door)
+    assert not policy["spec"].get("egress")
+    callers, monitoring = policy["spec"]["ingress"]
+    # Exactly these: another or an empty selector would let in more, and so would a rule without ports.
+    for rule, port, label in (
+        (callers, "grpc", "attnserve-callers"),
+        (monitoring, "http", "kubernetes.io/metadata.name"),
+    ):
+        (value,) = rule["from"][0]["namespaceSelector"]["matchLabels"].values()
+        assert value
+        assert rule == {"from": [{"namespaceSelector": {"matchLabels": {label: value}}}], "ports": [{"port": port}]}
+
+
+def test_disruptions_leave_all_but_one(rendered: Rendered) -> None:
+    (budget,) = rendered.of_kind("PodDisruptionBudget")
+    assert budget["spec"] == {
+        "maxUnavailable": 1,  # a share would be more with more replicas
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",  # those that are not ready hold up no node
+        "selector": {"matchLabels": rendered.workload["spec"]["selector"]["matchLabels"]},
+    }
+    # An upgrade of a Deployment replaces what it takes; a StatefulSet's goes one by one, as its strategy has no number.
+    if rendered.workload["kind"] == "Deployment":
+        assert rendered.workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    else:
+        assert rendered.workload["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
 
 
 def test_services_are_for_both_ways_of_balancing(rendered: Rendered) -> None:
