@@ -21,6 +21,7 @@ from attnserve_server.scheduling.admission import ALWAYS_WAIT
 
 OPERATIONS = (MONITORING.parents[1] / "docs" / "operations.md").read_text("utf-8")
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+RECORDS = [rule for group in RULES["groups"] for rule in group["rules"] if "record" in rule]
 TESTS: list[dict[str, Any]] = yaml.safe_load((MONITORING / "rules_test.yaml").read_text("utf-8"))["tests"]
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
 
@@ -30,8 +31,21 @@ def test_promtool_finds_no_fault() -> None:
     promtool("check", "rules", str(MONITORING / "rules.yaml"))
 
 
-def test_alerts_come_when_they_must_and_only_then() -> None:
-    promtool("test", "rules", str(MONITORING / "rules_test.yaml"))
+@pytest.mark.parametrize("file", ["rules_test.yaml", "thresholds_test.yaml"])
+def test_alerts_come_when_they_must_and_only_then(file: str) -> None:
+    promtool("test", "rules", str(MONITORING / file))
+
+
+def test_what_is_recorded_has_the_window_that_its_name_says() -> None:
+    for rule in RECORDS:
+        said = re.findall(r"(?:rate|mean|_)(\d+[mhd])$", rule["record"])
+        assert set(re.findall(r"\[(\w+)\]", rule["expr"])) == set(said), rule["record"]
+
+
+def test_error_ratios_differ_in_their_windows_only() -> None:
+    ratios = [rule["expr"] for rule in RECORDS if rule["record"].startswith("attnserve:errors:ratio_rate")]
+    assert len(ratios) == 7
+    assert len({re.sub(r"\[\w+\]", "", ratio) for ratio in ratios}) == 1
 
 
 def test_what_counts_as_a_queue_is_what_the_server_counts_as_one() -> None:
