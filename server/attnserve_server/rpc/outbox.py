@@ -121,18 +121,19 @@ class Outbox:
                 unsent, size = self._next()
                 sending = self._unread.begin(self._peer, size, self._is_late)
                 self._metrics.sent(size)  # a caller that has what it wanted may leave before gRPC says that it is sent
+                held = [each.held for each in unsent if each.held is not None]
+                if size > MAX_JOINED_BYTES:
+                    held = [StillHeld.of(each) for each in held]  # without what was received
                 try:
-                    await self._context.write(b"".join([piece for each in unsent for piece in each.pieces]))
+                    await self._context.write(_joined(unsent))
                 finally:
                     self.bytes -= size
-                    held = [each.held for each in unsent if each.held is not None]
                     if self._late:
                         self.kept += [StillHeld.of(each) for each in held]
                     else:
                         self._engine.release(*held)
                     self._unread.end(sending)
-                    del held
-                    del unsent  # a request keeps its layer alive
+                    del held  # a request keeps its layer alive
                     self.progress.set()
         except aio.InternalError:
             raise Cancelled from None
@@ -156,3 +157,10 @@ class Outbox:
             size += unsent[-1].size
         self.replies -= sum([each.replies for each in unsent])
         return unsent, size
+
+
+def _joined(unsent: list[Unsent]) -> bytes:
+    """One message of several replies, which are let go: while it is being sent, this is in memory, and gRPC's copy."""
+    message = b"".join([piece for each in unsent for piece in each.pieces])
+    unsent.clear()
+    return message

@@ -79,7 +79,9 @@ class Entry:
     cost: int = field(init=False)
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
-    """The bytes that it may take until its reply has been sent."""
+    """The bytes that it may take until its reply has been sent: the message and the reply, or, once only the reply is
+    left and being sent, twice that (`rpc/outbox.py`).
+    """
 
     def __post_init__(self) -> None:
         """Counts what the request takes."""
@@ -89,7 +91,8 @@ class Entry:
         """Counts what the request takes, as far as is known now."""
         request = self.request
         self.kind, self.cost = request.kind, request.cost
-        self.size = request.received_bytes + request.reply_bytes + request.scratch_bytes
+        reply = request.reply_bytes
+        self.size = max(request.received_bytes + reply + request.scratch_bytes, 2 * reply)
 
     @property
     def group(self) -> Hashable:

@@ -111,9 +111,9 @@ class Config:
     max_bytes: int = _setting(
         kinds.size(),
         2 * 2**30,
-        "The most bytes of requests that have arrived, and of their replies: at least `max_message_bytes`; for less "
-        "than the default of that, set both. Memory in flight is several times as much where replies are tens of "
-        "megabytes each.",
+        "The most bytes of requests that have arrived, and of their replies, which count twice where they are larger "
+        "than the requests: at least `max_message_bytes`; for less than the default of that, set both. Memory in "
+        "flight is up to three times as much where single requests are a tenth of it.",
     )
     # 2e13 is 20 s of a large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less
     # would refuse some that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short
