@@ -1,4 +1,6 @@
-"""Memory placement: all threads of a process allocate from one heap, which keeps freed memory, once told to."""
+"""Memory placement: all threads of a process allocate from one heap, which keeps freed memory, once told to; and
+much that is unused is given back.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,15 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
+from clock import Clock, clock
+
+from attnserve_server.host import allocator
+from attnserve_server.host.allocator import QUIET_S, UnusedMemory
+
+__all__ = ["clock"]  # a fixture
 
 # Each thread requests less than glibc would mmap, while the others hold theirs, and reports its address.
 PROGRAM = """
@@ -63,6 +72,31 @@ receive()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+# Memory is freed below some that is not: prints how many bytes of it the system gets back.
+UNUSED = """
+import ctypes, resource, sys
+from pathlib import Path
+from attnserve_server.host.allocator import give_back, keep_one_heap
+
+keep_one_heap()
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+library.malloc.argtypes = (ctypes.c_size_t,)
+library.free.argtypes = (ctypes.c_void_p,)
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+messages = [library.malloc(4 << 20) for _ in range(int(sys.argv[1]))]
+for message in messages:
+    ctypes.memset(message, 1, 4 << 20)
+for message in messages[:-1]:
+    library.free(message)
+before = resident()
+give_back()
+print(before - resident())
+"""
+
 of_glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or sys.platform != "linux", reason="of glibc on Linux alone"
 )
@@ -116,3 +150,32 @@ def test_memory_for_messages_is_kept_unless_the_operator_has_decided(
     pages = (23 << 20) // os.sysconf("SC_PAGE_SIZE")
     missing = run(MESSAGES, how, variables)
     assert missing < pages / 20 if kept else missing > pages / 2
+
+
+@of_glibc
+@pytest.mark.parametrize(
+    ("mebibytes", "variables", "given"),
+    [(320, {}, True), (200, {}, False), (320, {"MALLOC_TRIM_THRESHOLD_": str(1 << 30)}, False)],
+)
+def test_much_that_is_unused_is_given_back_unless_the_operator_has_decided(
+    mebibytes: int, variables: dict[str, str], given: bool
+) -> None:
+    back = run(UNUSED, str(mebibytes // 4), variables)
+    assert back > (mebibytes - 16) << 20 if given else back < 16 << 20
+
+
+def test_unused_memory_is_given_back_once_nothing_large_is_let_go(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back = threading.Event()
+    monkeypatch.setattr(allocator, "give_back", given_back.set)
+    unused = UnusedMemory()
+    for second in range(20):
+        unused.let_go()
+        clock.until(100 + second)
+    assert not given_back.is_set()
+    clock.until(119 + QUIET_S)
+    assert given_back.wait(60)
+    assert not clock.timers
+    unused.let_go()
+    assert len(clock.timers) == 1

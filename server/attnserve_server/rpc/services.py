@@ -19,6 +19,7 @@ from attnserve_server.caches.fast_path import CacheFastPath
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.work import CacheHost
 from attnserve_server.devices import Device
+from attnserve_server.host.allocator import UnusedMemory
 from attnserve_server.layers.cached_request import read_apply
 from attnserve_server.layers.registry import Registry
 from attnserve_server.no_room import too_many_unsent
@@ -96,7 +97,7 @@ class Services:
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
         endings = Endings(metrics, parts.refusals)
-        unread = UnreadReplies(config.max_unread_time or inf, callers, endings)
+        unread = UnreadReplies(config.max_unread_time or inf, callers, endings, UnusedMemory())
         rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread, parts.tracing)
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (

@@ -24,6 +24,7 @@ from grpc import aio
 
 from attnserve_server.access.callers import Callers
 from attnserve_server.errors import RepliesUnread, RequestError
+from attnserve_server.host.allocator import UnusedMemory
 from attnserve_server.host.connections import disconnect
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.rpc.endings import Endings
@@ -42,6 +43,8 @@ FAREWELL_S: Final = 5.0
 learn it who are slow; the connection of others is closed."""
 LOOKS: Final = 8
 """How often within the configured time replies are looked at, at most."""
+LARGE_BYTES: Final = 1 << 20
+"""The size from which on a reply's memory is worth giving back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +65,14 @@ class Sending:
 class UnreadReplies:
     """All replies that are being sent, and how long they may take, in seconds; infinity is no bound."""
 
-    def __init__(self, max_time: float, callers: Callers, endings: Endings) -> None:
+    def __init__(
+        self, max_time: float, callers: Callers, endings: Endings, unused_memory: UnusedMemory | None = None
+    ) -> None:
+        """`unused_memory` is told of large replies; None if nobody is."""
         self._max_time = max_time
         self._callers = callers
         self._endings = endings
+        self._unused_memory = unused_memory
         self._loop = asyncio.get_running_loop()
         self._sending: dict[Sending, None] = {}
         self._next_look: asyncio.TimerHandle | None = None
@@ -89,6 +96,8 @@ class UnreadReplies:
     def end(self, sending: Sending) -> None:
         """A reply has been sent, or never will be."""
         self._sending.pop(sending, None)
+        if sending.size >= LARGE_BYTES and self._unused_memory is not None:
+            self._unused_memory.let_go()
 
     def watched(self, operation: str, handle: Handle) -> Handle:
         """What answers a unary RPC, its reply looked after."""
