@@ -5,6 +5,7 @@ nothing is held for those that have been sent or never will be.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ async def test_a_request_to_leave_and_small_replies_are_one_message() -> None:
     assert message.closing
     assert [reply.id for reply in message.replies] == [0, 1]
     assert sending.outbox.replies == 0
+    await sending.context.take()
+    assert sending.outbox.bytes == 0
+
+
+async def test_while_a_message_is_sent_what_it_was_made_of_is_let_go() -> None:
+    sending = Sending()
+    piece = memoryview(pb.AttendStreamResponse(replies=[pb.AttendStreamReply(id=1)]).SerializeToString())
+    let_go = weakref.ref(piece)
+    sending.outbox.put(Unsent([piece], len(piece), None))
+    del piece
+    sending.outbox.write()
+    assert sending.written == [1]
+    assert let_go() is None
     await sending.context.take()
     assert sending.outbox.bytes == 0
 
