@@ -1,11 +1,10 @@
 """The C library's allocator, tuned to how a server uses memory.
 
 In: nothing. Out: one heap for all threads of the process, which keeps freed memory, but little of it while the server
-has no use for it. glibc gives each thread that
-allocates a heap of its own; gRPC receives messages on several threads, so that memory that is free in one heap is of no
-use to another, and waiting requests take up to twice their size. And it returns free memory at the end of a heap, soon
-to ask for it again: each page then faults, and is filled with zeros, before it is written. `make bench` measures the
-memory of waiting requests, and what large ones cost.
+has no use for it. glibc gives each thread that allocates a heap of its own; gRPC receives messages on several threads,
+so that memory that is free in one heap is of no use to another, and waiting requests take up to twice their size. And
+it returns free memory at the end of a heap, soon to ask for it again: each page then faults, and is filled with zeros,
+before it is written. `make bench` measures the memory of waiting requests, and what large ones cost.
 """
 
 from __future__ import annotations
