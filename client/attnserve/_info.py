@@ -17,7 +17,8 @@ class Limits:
 
     - `max_message_bytes`: the longest message received, in bytes.
     - `max_requests`: the most requests admitted and not yet answered.
-    - `max_bytes`: the most bytes of requests and replies admitted and not yet answered.
+    - `max_bytes`: the most bytes of requests and replies admitted and not yet answered. A reply larger than its request
+      counts twice.
     - `max_flops`: the most floating-point operations admitted and not yet computed.
     - `max_batch_flops`: the most floating-point operations of one batch; a single request may have more, and then runs
       alone. On CUDA, unless it is configured, batches of a layer's requests have up to 250 times as many.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # handshake: whoever scans the port could fill the log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # It also has two ways to wait for sockets. With this one, received data passes between threads one time fewer: see
-# "What they mean" in docs/performance.md. gRPC releases that do not know the name ignore it.
+# "What all are measured with" in docs/performance.md. gRPC releases that do not know the name ignore it.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 # Set before anything imports torch, which reads it then. On CUDA, torch 2.13 would compile its products over an axis of

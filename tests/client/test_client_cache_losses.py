@@ -195,6 +195,25 @@ def test_another_ones_append_behind_ours_hides_it_from_nobody(client: Any, keepe
     assert cache.length == 5
 
 
+def test_a_layer_behind_whose_tokens_others_are_tells_of_the_cache_that_could_not_be_cut(
+    client: Any, keeper: Keeper
+) -> None:
+    """Ours are in neither cache as they were then: the first has been truncated, so none may be said to be appended."""
+    caches = [client.create_cache(1, D) for _ in range(2)]
+    theirs = KEYS[0, :1, :2]
+
+    def somebody_else(answer: Any, context: Any) -> None:
+        keeper.after.clear()
+        keeper.caches[caches[1].name].append(0, theirs, theirs, append_id=1 << 63)
+        raise LostReply
+
+    keeper.after["Apply"] = somebody_else
+    with pytest.raises(FailedPreconditionError) as caught:
+        client.apply("decoder", normal(0, 2, 3, D), caches=caches)
+    assert (caught.value.actual_length, caught.value.appended) == (5, False)
+    assert [keeper.caches[cache.name].layers[0][0].shape[1] for cache in caches] == [0, 5]
+
+
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])
 def test_an_operation_that_was_given_up_is_not_taken_for_the_next_one(client: Any, keeper: Keeper, method: str) -> None:
     """It was carried out after all, with as many tokens as the next one, whose first reply is lost."""

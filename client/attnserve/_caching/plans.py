@@ -12,7 +12,8 @@ second gets FAILED_PRECONDITION, and the server recognises its id. Then
 - an append or a truncation has succeeded,
 - an attention is requested again without keys and values: the result is the same, since positions count from the end,
 - a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were;
-- but where another writer has appended since, neither can be done, and the caller gets the error that says `appended`.
+- but where another writer has appended since, neither can be done, and the caller gets the error that says `appended`
+  (or, if some of several caches have been truncated by then, that of the one that could not be).
 
 All other failures are for the caller to see: a length alone may be due to another writer, or to an operation that was
 given up but ran all the same. The lengths that the SDK knows change on success only: a caller who repeats an operation
@@ -190,13 +191,14 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
         except FailedPreconditionError as error:
             if not error.appended:
                 raise
-            appended = error
+            appended: FailedPreconditionError | None = error
         for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
             if found > length:
                 try:
                     yield from _cut(state, length, found)
-                except FailedPreconditionError:
-                    raise appended from None
+                except FailedPreconditionError as longer:  # another writer's is behind ours
+                    raise appended or longer from None
+                appended = None  # from here on it is there no longer
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result

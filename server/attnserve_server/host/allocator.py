@@ -1,10 +1,10 @@
 """The C library's allocator, tuned to how a server uses memory.
 
-In: nothing. Out: one heap for all threads of the process, which keeps freed memory, but little of it while the server
-has no use for it. glibc gives each thread that allocates a heap of its own; gRPC receives messages on several threads,
-so that memory that is free in one heap is of no use to another, and waiting requests take up to twice their size. And
-it returns free memory at the end of a heap, soon to ask for it again: each page then faults, and is filled with zeros,
-before it is written. `make bench` measures the memory of waiting requests, and what large ones cost.
+In: nothing. Out: one heap for all threads of the process, which keeps freed memory, but little of it when no large
+reply has been sent for a while. glibc gives each thread that allocates a heap of its own; gRPC receives messages on
+several threads, so that memory that is free in one heap is of no use to another, and waiting requests take up to twice
+their size. And it returns free memory at the end of a heap, soon to ask for it again: each page then faults, and is
+filled with zeros, before it is written. `make bench` measures the memory of waiting requests, and what large ones cost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import os
 import threading
+from contextlib import suppress
 from typing import ClassVar, Final
 
 M_ARENA_MAX: Final = -8
@@ -26,8 +27,10 @@ KEPT: Final = 256 << 20
 """The most unused bytes that are kept: room for messages in flight, and what is computed from them."""
 LARGEST_OF_A_HEAP: Final = 32 << 20
 """The most that glibc accepts; larger messages are rare, and their memory is returned."""
-QUIET_S: Final = 5.0
-"""How long nothing large must have been let go before unused memory is given back."""
+QUIET_S: Final = 10.0
+"""How long nothing large must have been let go before unused memory is given back: longer than those who read no
+replies have until their connection is cut, and gRPC lets go of these.
+"""
 
 
 def keep_one_heap() -> None:
@@ -82,7 +85,8 @@ class UnusedMemory:
             self._next_look = self._loop.call_at(quiet_from, self._look)
             return
         self._next_look = None
-        threading.Thread(target=give_back, name="give-back", daemon=True).start()
+        with suppress(RuntimeError):  # no thread can be started: the memory stays
+            threading.Thread(target=give_back, name="give-back", daemon=True).start()
 
 
 class _HeapUse(ctypes.Structure):

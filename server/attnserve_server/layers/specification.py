@@ -173,8 +173,8 @@ class FeedForward:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Self-attention, cross-attention over a context if there is one, and feed-forward; each with a residual connection
-    and a norm before it (`pre_norm`: x + f(norm(x))) or after it (norm(x + f(x))). Only self-attention
-    may have a rotary embedding.
+    and a norm before it (`pre_norm`: x + f(norm(x))) or after it (norm(x + f(x))). Only self-attention may have a
+    rotary embedding.
 
     Parameters: self.*, self.norm.*, cross.*, cross.norm.*, feed_forward.*, feed_forward.norm.*.
     """

@@ -106,7 +106,7 @@ class FastPath:
         engine, messages, requests = self._engine, self._messages, asked.requests
         if requests < 0:
             return _UNKNOWN_LAYOUT
-        size = asked.request_bytes + asked.result_bytes
+        size = max(asked.request_bytes + asked.result_bytes, 2 * asked.result_bytes)  # as any entry
         if (
             not requests
             or asked.cost > self._max_cost

@@ -100,8 +100,8 @@ class Config:
         # gRPC takes this bound as a signed 32-bit number.
         kinds.size(1024, 2**31 - 1),
         256 * 2**20,
-        "The longest message received, and the longest reply: at most `max_bytes`. One message of a stream may carry "
-        "several requests.",
+        "The longest message received, and the longest reply: at most `max_bytes`, and replies that are larger than "
+        "their requests at most half of that. One message of a stream may carry several requests.",
     )
     # The SDK puts at most 1024 calls into a message.
     max_message_calls: int = _setting(kinds.count(1024), 4096, "The most calls in one message of a stream.")
@@ -113,7 +113,7 @@ class Config:
         2 * 2**30,
         "The most bytes of requests that have arrived, and of their replies, which count twice where they are larger "
         "than the requests: at least `max_message_bytes`; for less than the default of that, set both. Memory in "
-        "flight is up to three times as much where single requests are a tenth of it.",
+        "flight is some three times as much where single requests are a tenth of it or more.",
     )
     # 2e13 is 20 s of a large CPU at 1e12 a second and 50 ms of a data-centre GPU. It is also the largest request: less
     # would refuse some that fit into a message (65536 tokens, 8 heads of 64, half precision: 192 MiB and 9e12). Short
@@ -188,8 +188,8 @@ class Config:
     native_kernel: str = _setting(
         kinds.words("auto", "off", "avx512", "avx2"),
         "auto",
-        "The instructions that the native kernel uses on a CPU, if it was built: avx512, avx2, or auto, which is the "
-        "best that the processor has. With off, only torch's kernels compute.",
+        "The instructions that the native kernel uses on a CPU, if it was built: avx512, avx2, auto, which is the best "
+        "that the processor has, or off, where only torch's kernels compute.",
     )
     priority_aging: float = _setting(
         kinds.DURATION,
