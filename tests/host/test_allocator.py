@@ -15,6 +15,7 @@ from clock import Clock, clock
 
 from attnserve_server.host import allocator
 from attnserve_server.host.allocator import QUIET_S, UnusedMemory
+from attnserve_server.rpc.unread import FAREWELL_S
 
 __all__ = ["clock"]  # a fixture
 
@@ -47,17 +48,24 @@ print(sum(begin <= address < end for address in found))
 """
 
 
-# Memory for messages is written and freed, twice: prints the number of page faults of the second time.
-MESSAGES = """
-import ctypes, resource, sys
-from attnserve_server.host.allocator import keep_one_heap
+# What the others begin with: C's own functions.
+LIBRARY = """
+import ctypes
 
-if sys.argv[1] == "keep":
-    keep_one_heap()
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 library.malloc.argtypes = (ctypes.c_size_t,)
 library.free.argtypes = (ctypes.c_void_p,)
+"""
+
+# Memory for messages is written and freed, twice: prints the number of page faults of the second time.
+MESSAGES = f"""
+{LIBRARY}
+import resource, sys
+from attnserve_server.host.allocator import keep_one_heap
+
+if sys.argv[1] == "keep":
+    keep_one_heap()
 
 def receive():
     messages = [library.malloc(size) for size in (1 << 20, 6 << 20, 16 << 20)]
@@ -73,16 +81,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 # Memory is freed below some that is not: prints how many bytes of it the system gets back.
-UNUSED = """
-import ctypes, resource, sys
+UNUSED = f"""
+{LIBRARY}
+import resource, sys
 from pathlib import Path
 from attnserve_server.host.allocator import give_back, keep_one_heap
 
 keep_one_heap()
-library = ctypes.CDLL(None)
-library.malloc.restype = ctypes.c_void_p
-library.malloc.argtypes = (ctypes.c_size_t,)
-library.free.argtypes = (ctypes.c_void_p,)
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -162,6 +167,11 @@ def test_much_that_is_unused_is_given_back_unless_the_operator_has_decided(
 ) -> None:
     back = run(UNUSED, str(mebibytes // 4), variables)
     assert back > (mebibytes - 16) << 20 if given else back < 16 << 20
+
+
+def test_what_nobody_reads_is_gone_when_unused_memory_is_given_back() -> None:
+    """Their connections have been cut by then: while these are open, gRPC keeps the replies."""
+    assert QUIET_S > FAREWELL_S
 
 
 def test_unused_memory_is_given_back_once_nothing_large_is_let_go(
