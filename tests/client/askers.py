@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pytest
+import uvloop
 from calls import PATIENCE_S
 
 from attnserve import AsyncClient, AttentionResult, Client
@@ -36,16 +37,30 @@ def attend_in_threads(address: str, queries: list[Any], timeout: float | None = 
         return [future.exception() or future.result() for future in futures]
 
 
-def attend_in_tasks(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
+def attend_in_tasks(
+    address: str,
+    queries: list[Any],
+    timeout: float | None = PATIENCE_S,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    **setup: Any,
+) -> list[Any]:
     async def run() -> list[Any]:
         async with AsyncClient(address, **setup) as client:
             calls = (client.attend(query, query, query, timeout=timeout) for query in queries)
             return await asyncio.gather(*calls, return_exceptions=True)
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(run())
 
 
-@pytest.fixture(params=[attend_in_threads, attend_in_tasks], ids=["Client", "AsyncClient"])
+def attend_on_uvloop(address: str, queries: list[Any], timeout: float | None = PATIENCE_S, **setup: Any) -> list[Any]:
+    """As many web servers would."""
+    return attend_in_tasks(address, queries, timeout, uvloop.new_event_loop, **setup)
+
+
+@pytest.fixture(
+    params=[attend_in_threads, attend_in_tasks, attend_on_uvloop], ids=["Client", "AsyncClient", "AsyncClient-uvloop"]
+)
 def attend(request: pytest.FixtureRequest) -> Attend:
     """Attends to some queries at once and returns results and errors."""
     function: Attend = request.param

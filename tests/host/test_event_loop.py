@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import resource
 import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -165,19 +167,42 @@ def test_a_turn_reads_a_byte_for_each_event_that_it_had_time_for(monkeypatch: py
     assert left == [89, 88, 87, 84]
 
 
-def test_that_no_connection_can_be_accepted_is_said_once_a_second(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(event_loop, "perf_counter", lambda: now[0])
-    refused = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many")}
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Meanwhile the process cannot open another file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_that_there_are_no_descriptors_left_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "DESCRIPTORS_EVERY_S", 0.01)
+    said: list[str] = []
+
+    async def run_out() -> None:
+        thrice = asyncio.Event()
+
+        def say(message: str, reason: str) -> None:
+            said.append(message % reason)
+            if len(said) == 3:
+                thrice.set()
+
+        monkeypatch.setattr(event_loop.logger, "error", say)
+        await asyncio.sleep(0)  # it looks once as it begins, and finds some
+        assert not said
+        with no_descriptors_left():
+            async with asyncio.timeout(PATIENCE_S):
+                await thrice.wait()
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(run_out())
+    assert said == 3 * ["no connection can be accepted: Too many open files"]
+
+
+def test_a_loop_that_is_closed_is_busy_no_longer() -> None:
     loop = EventLoop()
-    for seconds in (100.0, 0.9, 0.2, 0.9):
-        now[0] += seconds
-        loop.call_exception_handler(refused)
-    assert caplog.messages == 2 * ["no connection can be accepted: too many"]
-    caplog.clear()
-    for other in ({"exception": OSError(errno.EBADF, "bad")}, {"message": "Task was destroyed"}):
-        loop.call_exception_handler({**refused, **other})
-    assert ["no connection" in message for message in caplog.messages] == [False, False]
     loop.close()
+    assert loop.busy_seconds == loop.busy_seconds < PATIENCE_S

@@ -1,4 +1,4 @@
-"""The event loop of a server, which measures how much of its time it is busy.
+"""The event loop of a server: uvloop's, with what a server wants to know of its loop.
 
 In: nothing. Out: a loop for `asyncio.Runner`. All requests are decoded and encoded on it, and small ones computed: once
 it is busy all of the time, further requests wait in their connections, where no queue sees them. Where connections
@@ -14,21 +14,26 @@ where turns are long, everybody waits for many of them, for seconds. So of what 
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import errno
 import logging
-import selectors
+import os
 import socket
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeVarTuple
 
+import uvloop
+from uvloop.loop import libuv_get_loop_t_ptr  # type: ignore[attr-defined]  # which its stubs leave out
+
 if TYPE_CHECKING:
     from _typeshed import HasFileno
 
-_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-ACCEPTS_AGAIN_S: Final = 1.0
-"""After how long asyncio tries to accept connections again."""
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE)
+DESCRIPTORS_EVERY_S: Final = 1.0
+"""How often it is looked whether there are file descriptors left. Nobody else says so: libuv closes the connections
+that it cannot accept, and gRPC leaves them waiting.
+"""
 
 SECONDS_OF_AN_EVENT: Final = 0.001
 """The longest time that an event of gRPC's takes, whatever the loop does between any two."""
@@ -40,19 +45,25 @@ Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 
 
-class EventLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop for sockets, with a clock."""
+class EventLoop(uvloop.Loop):
+    """uvloop's loop, with a clock."""
 
     def __init__(self) -> None:
-        self._waits = _Selector()
-        super().__init__(self._waits)
+        super().__init__()
+        self._waits = _Waits(self)
         self._made = perf_counter()
-        self._exhausted = float("-inf")
+        self._closed_after = 0.0
+        self.call_soon(self._look_for_descriptors)
 
     @property
     def busy_seconds(self) -> float:
-        """The time since the loop was made in which it did not wait for events. Read on the loop."""
-        return perf_counter() - self._made - self._waits.seconds
+        """The time since the loop was made in which it did not wait for events."""
+        return self._closed_after or perf_counter() - self._made - self._waits.seconds
+
+    def close(self) -> None:
+        """Closes the loop, which then is busy no longer."""
+        self._closed_after = self.busy_seconds
+        super().close()
 
     def add_reader(self, fd: int | HasFileno, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         """Has a callback called when there is something to read. If it is a socket, that is gRPC's: see above."""
@@ -61,16 +72,13 @@ class EventLoop(asyncio.SelectorEventLoop):
         else:
             super().add_reader(fd, callback, *args)
 
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Logs what went wrong where nobody could be told. For each connection that waits to be accepted when there are
-        no descriptors left, asyncio comes here with a traceback: of those, one a second is said, in a line.
-        """
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context.get("message", "")):
-            super().call_exception_handler(context)
-        elif (now := perf_counter()) - self._exhausted >= ACCEPTS_AGAIN_S:
-            self._exhausted = now
-            logger.error("no connection can be accepted: %s", error.strerror)
+    def _look_for_descriptors(self) -> None:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                logger.error("no connection can be accepted: %s", error.strerror)
+        self.call_later(DESCRIPTORS_EVERY_S, self._look_for_descriptors)
 
 
 class _Events:
@@ -94,15 +102,22 @@ class _Events:
         callback(*args)
 
 
-class _Selector(selectors.DefaultSelector):
-    """Waits for sockets, and adds up for how long, at a cost of 0.3 us each time that the loop turns."""
+class _Waits:
+    """How long a loop has waited for events, as libuv measures it if it is asked to; uvloop does not ask."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
+    _LIBUV: Final = ctypes.PyDLL(uvloop.loop.__file__)
+    _LIBUV.uv_metrics_idle_time.argtypes = (ctypes.c_void_p,)
+    _LIBUV.uv_metrics_idle_time.restype = ctypes.c_uint64
+    _UV_METRICS_IDLE_TIME: Final = 1
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        begin = perf_counter()
-        ready = super().select(timeout)
-        self.seconds += perf_counter() - begin
-        return ready
+    def __init__(self, loop: uvloop.Loop) -> None:
+        """Measures from now on; before the loop first runs."""
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+        self._loop = pointer(libuv_get_loop_t_ptr(loop), None)
+        self._LIBUV.uv_loop_configure(ctypes.c_void_p(self._loop), self._UV_METRICS_IDLE_TIME)
+
+    @property
+    def seconds(self) -> float:
+        """For how long in all, while the loop is open."""
+        return float(self._LIBUV.uv_metrics_idle_time(self._loop)) * 1e-9
