@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Final
 
@@ -18,6 +20,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from attnserve import Client
+from benchmarks.chaos import projection
 from benchmarks.chaos.callers import PATIENCE_S, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.rolling import TRANSPORTS
@@ -25,9 +28,10 @@ from benchmarks.chaos.traffic import KINDS, Kind, Record
 from benchmarks.chaos.victim import Victim
 
 PROMISE: Final = (
-    "Minutes of mixed traffic with cancellations, broken clients, bad input and cache churn: resident memory stays "
-    "flat after warm-up; no task, thread, descriptor or cache page is leaked; every answer is right, and none goes to "
-    "another caller (each request carries its number in its values)."
+    "Minutes of mixed traffic, small and large, of attention, caches and layers, with cancellations, broken clients, "
+    "bad input, and caches and layers that come and go: resident memory stays flat after warm-up; no task, thread, "
+    "descriptor or cache page is leaked; every answer is right, and none goes to another caller (each request carries "
+    "its number in its values)."
 )
 PAUSE_S: Final = 0.01
 """Between one thing that a caller does and the next, so that no kind crowds out the others."""
@@ -40,6 +44,12 @@ POOLS: Final = 4
 """So many threads more or less gRPC keeps for what it did last: its pools breathe. A leak would have thousands."""
 LEAST_MINUTES: Final = 2.0
 TASKS: Final = re.compile(r"^tasks: (\d+)$", re.MULTILINE)
+DONE: Final = (
+    "cancelled", "too late", "newcomers", "vanished", "garbage", "refused", "mutated", "caches", "large", "applied",
+    "layers loaded",
+)  # fmt: skip
+"""What callers of all kinds count that is to happen at all."""
+WRONG: Final = ("wrong answers of caches", "wrong answers to large ones", "wrong answers of layers")
 NOTHING_LEFT: Final = ("in_flight_requests", "in_flight_bytes", "queue_requests", "queue_bytes", "streams", "caches")
 
 
@@ -62,7 +72,10 @@ def _growth(resident: Sequence[int]) -> float:
 
 def run(minutes: float) -> list[Figure]:
     """Does it."""
-    with Victim(*FLAGS, module="benchmarks.chaos.counted") as victim:
+    with (
+        TemporaryDirectory(prefix="attnserve-soak-") as directory,
+        Victim(*FLAGS, "--layers", str(projection.write(Path(directory))), module="benchmarks.chaos.counted") as victim,
+    ):
         process = psutil.Process(victim.process.pid)
         own = psutil.Process()
         record = Record(victim.address, victim.http_address)
@@ -92,16 +105,18 @@ def run(minutes: float) -> list[Figure]:
         exactly("left at the end: bytes of cache pages", pages, 0),
         Figure("growth in the SDK's descriptors", own_after[0] - own_before[0], at_most=0),
         Figure("growth in the SDK's threads", own_after[1] - own_before[1], at_most=0),
-        Figure("answers checked, all correct", tally.right + counts["caches"], at_least=1000 * min(1.0, minutes)),
-        exactly("wrong answers", tally.wrong + counts["wrong answers of caches"], 0),
+        Figure(
+            "answers checked, all correct",
+            tally.right + sum(counts[name] for name in ("caches", "large", "applied")),
+            at_least=1000 * min(1.0, minutes),
+        ),
+        exactly("wrong answers", tally.wrong, 0),
+        *(exactly(name, counts[name], 0) for name in WRONG),
         exactly("answers for another caller", tally.anothers, 0),
         exactly("good calls that failed", tally.failed, 0),
         exactly("bad input that was answered", counts["bad input that was answered"], 0),
         exactly("mutated messages with the wrong error", odd, 0),
-        *(
-            Figure(name, counts[name], at_least=1)
-            for name in ("cancelled", "too late", "newcomers", "vanished", "garbage", "refused", "mutated", "caches")
-        ),
+        *(Figure(name, counts[name], at_least=1) for name in DONE),
         exactly("tracebacks in the log", log.count("Traceback"), 0),
     ]
 

@@ -21,6 +21,7 @@ import numpy as np
 from attnserve import AttnServeError, Client, DeadlineExceededError, InvalidRequestError
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.settings.units import parse_address
+from benchmarks.chaos import projection
 from benchmarks.chaos.callers import Tally
 from benchmarks.chaos.questions import TOLERANCE, exact
 
@@ -28,6 +29,8 @@ STREAM: Final = "/attnserve.v1.AttentionService/AttendStream"
 UNARY: Final = "/attnserve.v1.AttentionService/Attend"
 TIMEOUT_S: Final = 60.0
 LEASE_S: Final = 1.0
+MOST_KEYS: Final = 4096
+"""The most keys of a large request: 16 MiB with their values."""
 
 
 class Record:
@@ -159,6 +162,36 @@ def caching(client: Client, random: np.random.Generator, record: Record) -> None
     record.counts["wrong answers of caches"] += bool(wrong)
 
 
+def large(client: Client, random: np.random.Generator, record: Record) -> None:
+    """Sends megabytes of keys and values for a few queries, on a stream or not."""
+    keys = int(random.integers(MOST_KEYS // 16, MOST_KEYS))
+    query = random.standard_normal((8, 3, 64), dtype=np.float32)
+    key, value = random.standard_normal((2, 8, keys, 64), dtype=np.float32)
+    with Client(record.address, transport="stream" if random.integers(2) else "unary") as own:
+        output = own.attend(query, key, value, timeout=TIMEOUT_S).output
+    record.counts["large"] += 1
+    record.counts["wrong answers to large ones"] += bool(
+        np.abs(output - exact(query, key, value, False)).max() > TOLERANCE
+    )
+
+
+def applying(client: Client, random: np.random.Generator, record: Record) -> None:
+    """Applies a resident layer, and at times another that it loads for that, and unloads."""
+    name = projection.NAME
+    if own := record.counts["applied"] % 8 == 0:
+        (loaded,) = client.layers.load(projection.SPARE_FILE)
+        name = loaded.name
+        record.counts["layers loaded"] += 1
+    inputs = random.standard_normal((int(random.integers(1, 200)), projection.WIDTH), dtype=np.float32)
+    output = client.apply(name, inputs, timeout=TIMEOUT_S).output
+    if own:
+        client.layers.unload(name)
+    record.counts["applied"] += 1
+    record.counts["wrong answers of layers"] += bool(
+        np.abs(output - projection.expected(inputs)).max() > projection.TOLERANCE
+    )
+
+
 def _encoded(question: Any) -> pb.AttendRequest:
     """The request, with an axis more."""
     request = pb.AttendRequest(causal=question.causal)
@@ -171,6 +204,9 @@ def _encoded(question: Any) -> pb.AttendRequest:
 
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
-    {kind.__name__: kind for kind in (cancelling, impatient, newcomer, vanishing, garbage, bad_input, caching)}
+    {
+        kind.__name__: kind
+        for kind in (cancelling, impatient, newcomer, vanishing, garbage, bad_input, caching, large, applying)
+    }
 )
 """All kinds, by name."""
