@@ -1,4 +1,4 @@
-"""The architecture matches docs/architecture.md: every module has a row, and imports only what it may."""
+"""The code is as docs/architecture.md and docs/modules.md say: every module has a row, and imports only what it may."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def modules() -> dict[str, Path]:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of the document's module tables. In a cell, a name without a folder is in that of the name before."""
+    """The rows of the tables of modules. In a cell, a name without a folder is in that of the name before."""
     root, columns = "", 0
-    for line in (ROOT / "docs" / "architecture.md").read_text("utf-8").splitlines():
+    for line in (ROOT / "docs" / "modules.md").read_text("utf-8").splitlines():
         if line.startswith("## "):
             found = re.search(r"`((?:client|server)/\S+/)`", line)
             root = found[1] if found else ""
