@@ -22,7 +22,7 @@ OF_THE_SDK = {"attnserve._fields", "attnserve._wire", "attnserve._dtypes", "attn
 
 
 class Row(NamedTuple):
-    """A module's row: its path, and the cell on whether it imports torch, if the table has one."""
+    """A module's row: its path, and whether it imports torch, by the cell on that or the heading, if one says so."""
 
     path: str
     torch: str
@@ -42,11 +42,13 @@ def modules() -> dict[str, Path]:
 
 def rows() -> Iterator[Row]:
     """The rows of the tables of modules. In a cell, a name without a folder is in that of the name before."""
-    root, columns = "", 0
+    root, columns, of_all = "", 0, ""
     for line in (ROOT / "docs" / "modules.md").read_text("utf-8").splitlines():
         if line.startswith("## "):
             found = re.search(r"`((?:client|server)/\S+/)`", line)
             root = found[1] if found else ""
+        if line.startswith("#"):
+            of_all = "no" if line.endswith(", without torch") else ""
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == "module":
             columns = len(cells) if cells[-1] == "imports torch" else 0
@@ -56,7 +58,7 @@ def rows() -> Iterator[Row]:
         for name in re.findall(r"`([^`]+)`", cells[0]):
             folder = name.rpartition("/")[0] or folder
             path = Path(root, folder, name.rpartition("/")[2])
-            torch = cells[-1] if len(cells) == columns else ""
+            torch = cells[-1] if len(cells) == columns else of_all
             yield Row(str((ROOT / path).resolve().relative_to(ROOT)), torch)
 
 
