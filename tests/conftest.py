@@ -9,6 +9,7 @@ checks whether there is a package `kernels`, and `request`.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from hypothesis import HealthCheck, settings
 from occupied import PATIENT
 
 from attnserve import Client
+from attnserve_server.host.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from attnserve_server.devices.cpu import CpuDevice
@@ -155,6 +157,12 @@ def served(flags: Sequence[str], directory: Path) -> Iterator[Server]:
     yield server
     assert server.process.poll() is None, f"the server died\n{server.stderr()}"
     assert server.stop() == 0, server.stderr()
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The server's tests run on the server's own loop, those of its callers on asyncio's, as they mostly do."""
+    of_callers = item.path.parent.name in ("client", "integrations")
+    return {"asyncio": asyncio.new_event_loop} if of_callers else {"server": EventLoop}
 
 
 @pytest.fixture(scope="session")

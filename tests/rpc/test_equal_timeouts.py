@@ -28,13 +28,27 @@ async def test_what_is_late_ends_and_what_comes_in_time_is_the_result() -> None:
     assert all(awaited.cancelled() for awaited, wait in (waits[0], waits[2], waits[4]))
 
 
-async def test_each_has_its_own_time_whatever_began_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeouts, loop, now = EqualTimeouts(10.0), asyncio.get_running_loop(), [0.0]
-    monkeypatch.setattr(loop, "time", lambda: now[0])
+class ClockedLoop(asyncio.SelectorEventLoop):
+    """A loop whose time a test decides."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_each_has_its_own_time_whatever_began_before_it() -> None:
+    with asyncio.Runner(loop_factory=ClockedLoop) as runner:
+        runner.run(check_each_time())
+
+
+async def check_each_time() -> None:
+    timeouts, loop = EqualTimeouts(10.0), asyncio.get_running_loop()
+    assert isinstance(loop, ClockedLoop)
 
     async def at(seconds: float) -> None:
         """The clock shows so many seconds, and whatever is due then happens."""
-        now[0] = seconds
+        loop.now = seconds
         for _ in range(10):
             await asyncio.sleep(0)
 
