@@ -24,9 +24,10 @@ from attnserve._settings.config import LAST_WORDS_SECONDS, TELLING_SECONDS, Sett
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Route, others_of, to_anyhow
+from attnserve._transports.connection import others_of
 from attnserve._transports.task_connection import Connection
 from attnserve._transports.tasks import CallFuture, later
+from attnserve._transports.unary import UnaryCall
 from attnserve._transports.unary_tasks import UnaryTransport
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Calls:
         """The servers of the client."""
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
-        self._unary = UnaryTransport(settings.policy, self._bearer)
+        self._unary = UnaryTransport(self._bearer)
         self._looking: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Future[Any]] = set()
         self._end: asyncio.Task[None] | None = None
@@ -124,9 +125,7 @@ class Calls:
         else:
             future = self._call_future(call.decode, operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
-            self._unary.submit(
-                future, operation.path, call.pieces, call.timeout, route, size=call.size, given=call.given, find=find
-            )
+            self._unary.submit(UnaryCall.of(future, call, self._settings.policy, route), find)
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
@@ -182,12 +181,8 @@ class Calls:
         self._process.enter()
         find, seconds = self._find_for(home), self.seconds(timeout)
         future = self._call_future(rpc.decode, rpc.path, parent)
-        route: Route[Connection] = partial(self.servers.connection, home)
-        if rpc.anyhow:
-            route = to_anyhow(route)
-        self._unary.submit(
-            future, rpc.path, rpc.pieces, seconds, route, repeatable=rpc.repeatable, again=again, given=given, find=find
-        )
+        route = partial(self.servers.connection, home)
+        self._unary.submit(UnaryCall.of_rpc(future, rpc, seconds, self._settings.policy, route, again, given), find)
         return future
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:

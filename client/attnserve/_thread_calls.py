@@ -35,11 +35,11 @@ from attnserve._settings.config import (
 from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
-from attnserve._transports.connection import Route, others_of, to_anyhow
+from attnserve._transports.connection import others_of
 from attnserve._transports.locks import LockHeld
 from attnserve._transports.thread_connection import Connection
 from attnserve._transports.thread_future import CallFuture, later
-from attnserve._transports.unary_threads import UnaryTransport
+from attnserve._transports.unary_threads import ThreadCall, UnaryTransport
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -60,7 +60,7 @@ class Calls:
             self.servers.update(settings.target.fixed)
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
-        self._unary = UnaryTransport(settings.policy, bearer)
+        self._unary = UnaryTransport(bearer)
         self._telling: set[Future[Any]] = set()
         self._streaming = settings.transport == "stream"
         self._tracing = tracing
@@ -100,9 +100,7 @@ class Calls:
             future = self._future(call.decode, call.timeout, operation.path, parent)
             future.calls = self
             route = partial(self.servers.connection, home)
-            self._unary.submit(
-                future, operation.path, call.pieces, call.timeout, route, size=call.size, given=call.given
-            )
+            self._unary.submit(ThreadCall.of(future, call, self._settings.policy, route))
         return future
 
     def _future(
@@ -159,12 +157,8 @@ class Calls:
     ) -> CallFuture[Any, T]:
         self._process.enter()
         future = self._future(rpc.decode, timeout, rpc.path, parent)
-        route: Route[Connection] = partial(self.servers.connection, home)
-        if rpc.anyhow:
-            route = to_anyhow(route)
-        self._unary.submit(
-            future, rpc.path, rpc.pieces, timeout, route, repeatable=rpc.repeatable, again=again, given=given
-        )
+        route = partial(self.servers.connection, home)
+        self._unary.submit(ThreadCall.of_rpc(future, rpc, timeout, self._settings.policy, route, again, given))
         return future
 
     def perform(self, plan: Plan[T]) -> T:

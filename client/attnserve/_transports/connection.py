@@ -6,21 +6,26 @@ In: a server, and what the client knows of all servers. Out: the stream or metho
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 import grpc
 
 from attnserve._errors import ClientClosedError
+from attnserve._requests.call import EncodedCall
 from attnserve._servers.replicas import Replica
 from attnserve._servers.servers import Servers
 from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
-from attnserve._transports.in_flight import Call
+from attnserve._tracing import CallSpan
+from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.multiplexer import Multiplexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +40,64 @@ class Others:
     """Moves a call to one of them."""
 
 
-class Stream(Protocol):
-    """What a connection needs from a stream on it."""
+class Waiter(Protocol):
+    """The future of a call on a stream."""
+
+    span: CallSpan | None
+
+    def settle(self, outcome: Any, /) -> None:
+        """Takes the outcome of the call."""
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class BaseStream(ABC, Generic[W]):
+    """Calls over one stream at a time, with any number in flight."""
+
+    def __init__(self, policy: RetryPolicy, bearer: Bearer, replica: Replica, others: Others) -> None:
+        self._bearer: Final = bearer
+        self._multiplexer: Final[Multiplexer[W]] = Multiplexer(policy, replica, others)
+        self._others: Final = others
+        self._watched = inf
+        self._closed = False
 
     def __len__(self) -> int:
         """How many calls are in flight."""
+        return len(self._multiplexer)
 
     @property
     def holds(self) -> bool:
         """Whether calls wait here until the server has room."""
+        return self._multiplexer.holds
 
+    def submit(self, future: W, encoded: EncodedCall[Any], *, pinned: bool) -> None:
+        """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
+        self.adopt(Call.of(future, encoded, time.monotonic(), span=future.span, pinned=pinned))
+
+    @abstractmethod
+    def adopt(self, call: Call[W]) -> None:
+        """Sends a call that may have been tried elsewhere, unless it was given up in between. ClientClosedError if this
+        stream is closed.
+        """
+
+    @abstractmethod
     def leave(self) -> None:
-        """Moves its unsent calls to other servers."""
+        """Moves unsent calls to other servers, and ends the stream once all replies are in."""
+
+    def _part_with(self, calls: Iterable[Call[W]]) -> None:
+        """Moves calls to other servers. No lock may be held: their streams have locks of their own."""
+        for call in calls:
+            self._others.move(call)
 
 
-S = TypeVar("S", bound=Stream)
+def settle(outcomes: Iterable[Outcome[Any]]) -> None:
+    """Delivers outcomes. No lock may be held: callbacks may do anything."""
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)
+
+
+S = TypeVar("S", bound=BaseStream[Any])
 B = TypeVar("B", bound="BaseConnection[Any]")
 R = TypeVar("R", covariant=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
@@ -22,17 +22,15 @@ from google.rpc.status_pb2 import Status
 
 from attnserve._errors import ClientClosedError, UnavailableError, unreadable
 from attnserve._memory import joined
-from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
 from attnserve._servers.replicas import Replica
 from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._tracing import CallSpan
-from attnserve._transports.connection import Others
+from attnserve._transports.connection import BaseStream, Others, settle
 from attnserve._transports.ending import Ending
-from attnserve._transports.in_flight import Call, Outcome
-from attnserve._transports.multiplexer import Multiplexer
+from attnserve._transports.in_flight import Call
 from attnserve._transports.outcome import outcome_of
 
 R = TypeVar("R")
@@ -101,7 +99,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
-class StreamTransport:
+class StreamTransport(BaseStream[StreamFuture]):
     """Calls over one stream at a time, with any number in flight."""
 
     def __init__(
@@ -112,29 +110,12 @@ class StreamTransport:
         replica: Replica,
         others: Others,
     ) -> None:
+        super().__init__(policy, bearer, replica, others)
         self._attend_stream: Any = channel.stream_stream(SERVICE + "AttendStream", None, None)
-        self._bearer = bearer
         self._loop = asyncio.get_running_loop()
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others)
-        self._others = others
         self._writable = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._watched = inf
-        self._closed = False
-
-    def __len__(self) -> int:
-        """How many calls are in flight."""
-        return len(self._multiplexer)
-
-    @property
-    def holds(self) -> bool:
-        """Whether calls wait here until the server has room."""
-        return self._multiplexer.holds
-
-    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool) -> None:
-        """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
-        self.adopt(Call.of(future, encoded, time.monotonic(), span=future.span, pinned=pinned))
 
     def adopt(self, call: Call[StreamFuture]) -> None:
         """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it
@@ -154,16 +135,11 @@ class StreamTransport:
         self._part_with(self._multiplexer.take_leaving())
         self._advance()
 
-    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
-        """Moves calls to other servers."""
-        for call in calls:
-            self._others.move(call)
-
     async def close(self) -> None:
         """Gives up all calls and ends the streams."""
         self._closed = True
         given_up = self._multiplexer.close()
-        _settle(given_up)
+        settle(given_up)
         if self._timer is not None:
             self._timer.cancel()
         tasks = list(self._tasks)
@@ -201,7 +177,7 @@ class StreamTransport:
             rpc = self._attend_stream(metadata=self._bearer.metadata)
             ending = Ending(rpc)
         except Exception as error:  # the channel is closed, or there is no memory: `submit` may have returned
-            _settle(self._multiplexer.unopened(stream, error, time.monotonic()))
+            settle(self._multiplexer.unopened(stream, error, time.monotonic()))
             return
         writing = self._loop.create_task(self._write(stream, rpc))
         reading = self._loop.create_task(self._read(stream, rpc, ending))
@@ -243,7 +219,7 @@ class StreamTransport:
                         self._part_with(self._multiplexer.take_leaving())
                     self._advance()
                 finally:
-                    _settle(outcomes)
+                    settle(outcomes)
                 del data, outcomes, replies  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             return ending.status(error)
@@ -262,11 +238,11 @@ class StreamTransport:
         outcomes = self._multiplexer.broken(stream, status, time.monotonic())
         self._writable.set()  # its writing task ends, too
         self._advance()
-        _settle(outcomes)
+        settle(outcomes)
 
     def _distrust(self, stream: int, rpc: Any, error: BaseException) -> None:
         """Gives up a stream that cannot be read or written, and the calls on it."""
-        _settle(self._multiplexer.distrusted(stream, unreadable(error)))
+        settle(self._multiplexer.distrusted(stream, unreadable(error)))
         rpc.cancel()
 
     def _tick(self) -> None:
@@ -278,12 +254,7 @@ class StreamTransport:
             self._part_with(self._multiplexer.take_leaving())
             self._advance()
         finally:
-            _settle(outcomes)
-
-
-def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
-    for call, outcome in outcomes:
-        call.owner.settle(outcome)
+            settle(outcomes)
 
 
 def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
@@ -24,17 +24,15 @@ from google.rpc.status_pb2 import Status
 
 from attnserve._errors import ClientClosedError, status_from_rpc_error, unreadable
 from attnserve._memory import joined
-from attnserve._requests.call import EncodedCall
 from attnserve._requests.reply import Response, decode_replies
 from attnserve._servers.replicas import Replica
 from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
-from attnserve._transports.connection import Others
+from attnserve._transports.connection import BaseStream, Others, settle
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
-from attnserve._transports.multiplexer import Multiplexer
 from attnserve._transports.thread_future import CallFuture, bring_replies
 
 _PROMPT_BYTES: Final = 1 << 20
@@ -53,7 +51,7 @@ class _Arrived(NamedTuple):
     """Calls to move to other servers."""
 
 
-class StreamTransport:
+class StreamTransport(BaseStream[StreamFuture]):
     """Calls over one stream at a time, with any number in flight."""
 
     def __init__(
@@ -68,31 +66,14 @@ class StreamTransport:
         """`channel` returns the channel for the next stream, or raises RuntimeError if there is no thread for it;
         `lose_channel` is called when gRPC had no thread for that channel.
         """
+        super().__init__(policy, bearer, replica, others)
         self._channel = channel
         self._lose_channel = lose_channel
-        self._bearer = bearer
         self._lock = threading.Lock()
         self._writable = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
-        self._multiplexer: Multiplexer[StreamFuture] = Multiplexer(policy, replica, others)
-        self._others = others
         self._rpcs: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
-        self._watched = inf
-        self._closed = False
-
-    def __len__(self) -> int:
-        """How many calls are in flight."""
-        return len(self._multiplexer)
-
-    @property
-    def holds(self) -> bool:
-        """Whether calls wait here until the server has room."""
-        return self._multiplexer.holds
-
-    def submit(self, future: StreamFuture, encoded: EncodedCall[Any], *, pinned: bool) -> None:
-        """Sends a call; if pinned, no other server can answer it. The future is settled when the outcome is known."""
-        self.adopt(Call.of(future, encoded, time.monotonic(), span=future.span, pinned=pinned))
 
     def adopt(self, call: Call[StreamFuture]) -> None:
         """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it.
@@ -107,7 +88,7 @@ class StreamTransport:
                 if not (given_up := call.owner.cancelled()):  # from here on, `_withdraw` finds it here
                     self._add(call, outcomes)
         finally:
-            _settle(outcomes)
+            settle(outcomes)
         if given_up:
             call.owner.settle(CancelledError())  # for `concurrent.futures.wait` and `as_completed`
 
@@ -131,7 +112,7 @@ class StreamTransport:
             leaving = self._multiplexer.take_leaving()
             self._advance(outcomes)
         self._part_with(leaving)
-        _settle(outcomes)
+        settle(outcomes)
 
     def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -144,7 +125,7 @@ class StreamTransport:
         with DelayedInterrupt():  # also for the finalizers of gRPC's calls: what a handler raises there is lost
             while rpcs:
                 rpcs.pop().cancel()
-        _settle(outcomes)
+        settle(outcomes)
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
         with DelayedInterrupt(), self._lock if waits else at_once(self._lock):
@@ -227,7 +208,7 @@ class StreamTransport:
                 try:
                     self._part_with(arrived.leaving)
                 finally:
-                    _settle(arrived.outcomes)
+                    settle(arrived.outcomes)
                 del arrived  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             status = status_from_rpc_error(error.with_traceback(None))  # a cycle: it is the call that this frame has
@@ -237,14 +218,14 @@ class StreamTransport:
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
             self._rpcs.pop(stream, None)  # missing if the opening failed
             self._advance(outcomes)
-        _settle(outcomes)
+        settle(outcomes)
 
     def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
         """Gives up a stream whose replies cannot be read, and the calls on it."""
         with self._lock:
             outcomes = self._multiplexer.distrusted(stream, unreadable(error))
         rpc.cancel()
-        _settle(outcomes)
+        settle(outcomes)
 
     def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
         """Takes a message of replies, as gRPC's deserializer: in the thread that it arrives in. Returns what is left to
@@ -265,11 +246,6 @@ class StreamTransport:
         except Exception as error:  # gRPC would only log that there was one
             return error
 
-    def _part_with(self, calls: Iterable[Call[StreamFuture]]) -> None:
-        """Moves calls to other servers. The lock must not be held: their transports have locks of their own."""
-        for call in calls:
-            self._others.move(call)
-
     def _watch(self) -> None:
         """Does what is due when it is due, whatever the streams do."""
         while True:
@@ -284,11 +260,5 @@ class StreamTransport:
                 self._watched = self._multiplexer.wakeup
                 self._advance(outcomes)
             self._part_with(leaving)
-            _settle(outcomes)
+            settle(outcomes)
             del outcomes, leaving
-
-
-def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
-    """Delivers outcomes. No lock may be held: callbacks may do anything."""
-    for call, outcome in outcomes:
-        call.owner.settle(outcome)

@@ -1,8 +1,8 @@
 """A unary call through all its attempts, except for its I/O: where the next attempt goes and how long it may take, and
 what follows a failed one.
 
-In: the pieces of a request, and a function that gives the connection for an attempt. Out: what to send where, or the
-error with which the call ends. Both clients use it.
+In: an encoded call or a plain RPC, and a function that gives the connection for an attempt. Out: what to send where, or
+the error with which the call ends. Both clients use it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 
 from attnserve._errors import AttnServeError, DeadlineExceededError, no_reply, status_from_rpc_error
 from attnserve._fields import Buffer
 from attnserve._memory import joined
+from attnserve._requests.call import EncodedCall
+from attnserve._rpc import Rpc
 from attnserve._settings.retry import NO_RETRIES, Again, RetryPolicy
-from attnserve._transports.connection import BaseConnection, Route
+from attnserve._transports.connection import BaseConnection, Route, to_anyhow
 
 C = TypeVar("C", bound=BaseConnection[Any])
 F = TypeVar("F")
@@ -36,22 +38,21 @@ class UnaryCall(Generic[F, C]):
         timeout: float | None,
         policy: RetryPolicy,
         route: Route[C],
-        repeatable: bool,
-        again: Again | None,
-        size: int | None,
+        *,
+        again: Again | None = None,
+        size: int | None = None,
         given: float | None = None,
     ) -> None:
-        """`route` gives the connection for an attempt. A call that is not `repeatable` is sent once. With `again`, it
-        is one attempt of a call whose retries its caller decides on, and `again` is what followed the last one. `size`
-        is the length of a request that needs room among others, in bytes; None for what any server answers. `given` is
-        the timeout to tell of, if `timeout` is only what is left of it.
+        """`route` gives the connection for an attempt. With `again`, it is one attempt of a call whose retries its
+        caller decides on, and `again` is what followed the last one. `size` is the length of a request that needs room
+        among others, in bytes; None for what any server answers. `given` is the timeout to tell of, if `timeout` is
+        only what is left of it.
         """
         self.future: Final = future
         self.path: Final = path
         self._pieces: Final = pieces
         self._given: Final = timeout if given is None else given
         self._deadline: Final = inf if timeout is None else time.monotonic() + timeout
-        policy = policy if repeatable else NO_RETRIES
         self._policy: Final = policy if again is None else replace(policy, retries=0)
         self.pause: Final = 0.0 if again is None else again.pause
         """After how many seconds to make the first attempt."""
@@ -66,6 +67,28 @@ class UnaryCall(Generic[F, C]):
         """The address of the server at which the last attempt failed."""
         self._began = 0.0
         """When the last attempt began."""
+
+    @classmethod
+    def of(cls, future: F, call: EncodedCall[Any], policy: RetryPolicy, route: Route[C]) -> Self:
+        """A call of an operation."""
+        path, pieces = call.operation.path, call.pieces
+        return cls(future, path, pieces, call.timeout, policy, route, size=call.size, given=call.given)
+
+    @classmethod
+    def of_rpc(
+        cls,
+        future: F,
+        rpc: Rpc[Any, Any],
+        timeout: float | None,
+        policy: RetryPolicy,
+        route: Route[C],
+        again: Again | None,
+        given: float | None,
+    ) -> Self:
+        """A call of a plain RPC."""
+        policy = policy if rpc.repeatable else NO_RETRIES
+        route = to_anyhow(route) if rpc.anyhow else route
+        return cls(future, rpc.path, rpc.pieces, timeout, policy, route, again=again, given=given)
 
     @property
     def message(self) -> bytes:

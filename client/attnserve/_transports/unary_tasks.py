@@ -1,7 +1,6 @@
 """Unary calls of an asyncio client.
 
-In: the pieces of a request, and a function that gives the connection for an attempt. Out: a settled `CallFuture`. One
-task makes all attempts of a call. Nothing is decided here; see `unary`.
+In: calls. Out: their futures, settled. One task makes all attempts of a call. Nothing is decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ import grpc
 import grpc.aio
 
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
-from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
-from attnserve._settings.retry import Again, RetryPolicy
-from attnserve._transports.connection import Route
 from attnserve._transports.tasks import CallFuture
 from attnserve._transports.unary import UnaryCall
 
@@ -30,37 +26,22 @@ if TYPE_CHECKING:
 class UnaryTransport:
     """Unary calls, which choose their server anew for every attempt."""
 
-    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
+    def __init__(self, bearer: Bearer) -> None:
         self._bearer = bearer
-        self._policy = policy
         self._tasks: dict[asyncio.Task[None], CallFuture[bytes, Any]] = {}
         self._closed = False
 
-    def submit(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        timeout: float | None,
-        route: Route[Connection],
-        *,
-        repeatable: bool = True,
-        again: Again | None = None,
-        size: int | None = None,
-        given: float | None = None,
-        find: Callable[[float | None], Awaitable[object]] | None = None,
-    ) -> None:
-        """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
-        `UnaryCall`; `find`, if given, is awaited before the first attempt, and passed how many seconds are left.
+    def submit(self, call: Call, find: Callable[[float | None], Awaitable[object]] | None = None) -> None:
+        """Sends a call. Its future is settled when the outcome is known. `find`, if given, is awaited before the first
+        attempt, and passed how many seconds are left.
         """
         if self._closed:
             raise ClientClosedError
-        call = UnaryCall(future, path, pieces, timeout, self._policy, route, repeatable, again, size, given)
         task = asyncio.get_running_loop().create_task(self._carry_out(call, find))
-        self._tasks[task] = future
-        future.withdraw = task.cancel
+        self._tasks[task] = call.future
+        call.future.withdraw = task.cancel
         task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(future.left_by)
+        task.add_done_callback(call.future.left_by)
 
     async def close(self) -> None:
         """Gives up all calls."""

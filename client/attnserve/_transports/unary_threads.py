@@ -1,9 +1,8 @@
 """Unary calls of a threaded client.
 
-In: the pieces of a request, and a function that gives the connection for an attempt. Out: a settled `CallFuture`.
-gRPC's threads bring the replies, and settle futures without callbacks; those with callbacks are left to a thread of our
-own, since a callback may close the client, or wait for another reply. One more thread waits for the next attempts of
-all. Nothing is decided here; see `unary`.
+In: calls. Out: their futures, settled. gRPC's threads bring the replies, and settle futures without callbacks; those
+with callbacks are left to a thread of our own, since a callback may close the client, or wait for another reply. One
+more thread waits for the next attempts of all. Nothing is decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
-from attnserve._fields import Buffer
 from attnserve._settings.credentials import Bearer
-from attnserve._settings.retry import Again, RetryPolicy
 from attnserve._transports.callbacks import Callbacks
-from attnserve._transports.connection import Route
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
 from attnserve._transports.thread_future import CallFuture
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from attnserve._transports.thread_connection import Connection
 
 
-class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
+class ThreadCall(UnaryCall[CallFuture[bytes, Any], "Connection"]):
     """A call, and its attempt or pause in progress."""
 
     connection: Connection | None = None
@@ -44,36 +40,20 @@ class _Call(UnaryCall["CallFuture[bytes, Any]", "Connection"]):
 class UnaryTransport:
     """Unary calls, which choose their server anew for every attempt."""
 
-    def __init__(self, policy: RetryPolicy, bearer: Bearer) -> None:
+    def __init__(self, bearer: Bearer) -> None:
         self._bearer = bearer
-        self._policy = policy
         self._lock = threading.Lock()
-        self._calls: set[_Call] = set()
+        self._calls: set[ThreadCall] = set()
         self._callbacks = Callbacks()
         self._timers = Timers()
         self._closed = False
 
-    def submit(
-        self,
-        future: CallFuture[bytes, Any],
-        path: str,
-        pieces: list[Buffer],
-        timeout: float | None,
-        route: Route[Connection],
-        *,
-        repeatable: bool = True,
-        again: Again | None = None,
-        size: int | None = None,
-        given: float | None = None,
-    ) -> None:
-        """Sends a call of a method. The future is settled when its outcome is known. Arguments are those of
-        `UnaryCall`.
-        """
-        call = _Call(future, path, pieces, timeout, self._policy, route, repeatable, again, size, given)
+    def submit(self, call: ThreadCall) -> None:
+        """Sends a call. Its future is settled when the outcome is known."""
         with self._lock:
             if self._closed:
                 raise ClientClosedError()
-            future.withdraw = partial(self._withdraw, call)
+            call.future.withdraw = partial(self._withdraw, call)
             self._calls.add(call)
         try:
             if call.pause:
@@ -93,21 +73,21 @@ class UnaryTransport:
             self._finish(call, ClientClosedError())
         self._timers.close()
 
-    def _try(self, call: _Call) -> None:
+    def _try(self, call: ThreadCall) -> None:
         """Makes the first attempt, in the caller's thread, where signal handlers may raise anything."""
         try:
             self._begin(call)
         except AttnServeError as error:
             self._answer(call, error)
 
-    def _try_again(self, call: _Call) -> None:
+    def _try_again(self, call: ThreadCall) -> None:
         call.timer = None
         try:
             self._try(call)
         except Exception as error:  # in the timers' thread nobody else would hear of it
             self._answer(call, ProtocolError(unreadable(error)))
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: ThreadCall) -> None:
         connection, timeout = call.connect()
         if (pause := call.held_back(connection)) is not None:
             self._send_later(call, pause)
@@ -118,7 +98,9 @@ class UnaryTransport:
         with DelayedInterrupt():
             self._send(call, connection, message, timeout, metadata)
 
-    def _send(self, call: _Call, connection: Connection, message: bytes, timeout: float | None, metadata: Any) -> None:
+    def _send(
+        self, call: ThreadCall, connection: Connection, message: bytes, timeout: float | None, metadata: Any
+    ) -> None:
         """Hands an attempt to gRPC, unless the call was given up. Signals must be delayed."""
         with self._lock:
             if call not in self._calls:
@@ -133,7 +115,7 @@ class UnaryTransport:
             call.rpc = rpc
         rpc.add_done_callback(partial(self._done, call))
 
-    def _done(self, call: _Call, rpc: Any) -> None:
+    def _done(self, call: ThreadCall, rpc: Any) -> None:
         try:
             self._take(call, rpc)
         except AttnServeError as error:
@@ -141,7 +123,7 @@ class UnaryTransport:
         except Exception as error:  # gRPC would only log it
             self._answer(call, ProtocolError(unreadable(error)))
 
-    def _take(self, call: _Call, rpc: Any) -> None:
+    def _take(self, call: ThreadCall, rpc: Any) -> None:
         connection, call.rpc = call.connection, None
         assert connection is not None  # it made the attempt
         connection.unary.discard(call)
@@ -151,7 +133,7 @@ class UnaryTransport:
             return
         self._send_later(call, call.failed(connection, rpc))
 
-    def _send_later(self, call: _Call, pause: float) -> None:
+    def _send_later(self, call: ThreadCall, pause: float) -> None:
         with self._lock:
             if call in self._calls:
                 try:
@@ -159,7 +141,7 @@ class UnaryTransport:
                 except RuntimeError as error:
                     raise UnavailableError(f"there is no thread for another attempt: {error}") from None
 
-    def _withdraw(self, call: _Call, *, waits: bool = True) -> bool:
+    def _withdraw(self, call: ThreadCall, *, waits: bool = True) -> bool:
         with DelayedInterrupt():
             with self._lock if waits else at_once(self._lock):
                 if call not in self._calls:
@@ -168,16 +150,16 @@ class UnaryTransport:
             self._stop(call)
         return True
 
-    def _finish(self, call: _Call, outcome: bytes | AttnServeError) -> None:
+    def _finish(self, call: ThreadCall, outcome: bytes | AttnServeError) -> None:
         if self._withdraw(call):
             call.future.settle(outcome)
 
-    def _answer(self, call: _Call, outcome: bytes | AttnServeError) -> None:
+    def _answer(self, call: ThreadCall, outcome: bytes | AttnServeError) -> None:
         """Finishes a call, in a thread that others need."""
         if self._withdraw(call) and not call.future.settle_silently(outcome):
             self._callbacks.settle(call.future, outcome)
 
-    def _stop(self, call: _Call) -> None:
+    def _stop(self, call: ThreadCall) -> None:
         """Ends an attempt or pause in progress. Signals must be delayed."""
         timer, call.timer = call.timer, None
         rpc, call.rpc = call.rpc, None
