@@ -112,3 +112,20 @@ def test_errors_have_the_attributes_that_help_lists() -> None:
     assert vars(attnserve.AttnServeError("text")).keys() == set(VALUES["AttnServeError"])
     more = {*VALUES["AttnServeError"], *VALUES["InvalidRequestError"]}
     assert vars(attnserve.InvalidRequestError("text")).keys() == more
+
+
+@pytest.mark.parametrize(
+    ("plain", "for_asyncio"),
+    [(Client, AsyncClient), (Cache, AsyncCache), (Caches, AsyncCaches), (Layers, AsyncLayers)],
+)
+def test_the_surface_for_asyncio_is_that_for_threads(plain: Any, for_asyncio: Any) -> None:
+    """The same methods, whose arguments have the same names, order and defaults."""
+    asks = {"bytes"} if plain is Cache else set()
+    assert public(plain) == public(for_asyncio) | asks
+    for name in ["__init__", *sorted(public(for_asyncio))]:
+        if callable(method := getattr(plain, name)):
+            ours, theirs = (
+                inspect.signature(each).parameters.values() for each in (method, getattr(for_asyncio, name))
+            )
+            facts = [[(each.name, each.kind, each.default) for each in parameters] for parameters in (ours, theirs)]
+            assert facts[0] == facts[1], name
