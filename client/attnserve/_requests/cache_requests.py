@@ -146,7 +146,9 @@ def create(
 def _dtype_name(dtype: Any) -> str:
     """The name of a dtype, which may also be a NumPy class such as ``numpy.float16``."""
     if isinstance(dtype, type):
-        with suppress(TypeError):  # a class that has no dtype, such as `numpy.floating`
+        if issubclass(dtype, np.generic):
+            return dtype.__name__  # NumPy 1 takes `numpy.floating` for float64
+        with suppress(TypeError):  # a class that has no dtype
             dtype = np.dtype(dtype)
     return str(dtype).removeprefix("torch.")
 
