@@ -32,6 +32,9 @@ from grpc_status import rpc_status
 _NUMBER: Final = re.compile("0|[1-9][0-9]{0,18}")
 """As servers write one of less than 64 bits, in decimal: Python refuses to read one of thousands of digits."""
 
+_LONGEST_DELAY: Final = 315_576_000_000.0
+"""Seconds: ten thousand years, the maximum of a protobuf Duration, which nothing enforces in what arrives."""
+
 
 class AttnServeError(Exception):
     """The root of the tree: every error with which a call can fail, except wrong uses of Python.
@@ -156,10 +159,11 @@ class OverloadedError(AttnServeError):
 
     @property
     def retry_delay(self) -> float | None:
-        """When to try again, in seconds from now; None if the server does not say."""
+        """When to try again, in seconds from now, 0 or more; None if the server does not say."""
         for detail in self.details:
             if isinstance(detail, error_details_pb2.RetryInfo):
-                return float(detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9)
+                seconds = float(detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9)
+                return min(max(0.0, seconds), _LONGEST_DELAY)  # what has passed is over, and what is longer is no delay
         return None
 
     @property

@@ -9,8 +9,10 @@ import grpc
 import pytest
 from cache_keeper import Keeper, Refusal
 from cached import QUERY, D, H, address, client, keeper, normal, part, transport
+from google.protobuf.duration_pb2 import Duration
 
 from attnserve import Client, FailedPreconditionError, OverloadedError, ProtocolError
+from attnserve.v1 import caches_pb2 as pb
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -187,6 +189,29 @@ def test_a_list_with_what_is_no_cache(client: Any, keeper: Keeper, nonsense: Cal
     for ask in (client.caches.list, client.caches.pool):
         with pytest.raises(ProtocolError, match="the server replied with no cache"):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("ttl", Duration(seconds=-1), "ttl: expected no less than 0 seconds, the server replied with -1"),
+        ("remaining", Duration(nanos=-500_000_000), "remaining: expected no less than 0 seconds, .* with -0.5"),
+        ("shared_bytes", 2**64 - 1, f"shared_bytes: expected at most 0, the server replied with {2**64 - 1}"),
+    ],
+)
+def test_a_cache_with_less_than_nothing(client: Any, keeper: Keeper, field: str, value: Any, said: str) -> None:
+    cache = client.create_cache(H, D)
+    keeper.after["Get"] = changes(lambda answer: answer.cache.MergeFrom(pb.Cache(**{field: value})))
+    keeper.after["List"] = changes(lambda answer: answer.caches[0].MergeFrom(pb.Cache(**{field: value})))
+    for ask in (cache.info, cache.refresh, client.caches.list):
+        with pytest.raises(ProtocolError, match=f"^{said}$"):
+            ask()
+
+
+def test_a_pool_with_more_room_than_it_has(client: Any, keeper: Keeper) -> None:
+    keeper.after["List"] = changes(lambda answer: setattr(answer, "free_bytes", answer.pool_bytes + 1))
+    with pytest.raises(ProtocolError, match=r"^free_bytes: expected at most \d+, the server replied with \d+$"):
+        client.caches.pool()
 
 
 NO_NUMBERS = ["9" * 5000, "9" * 20, "", "-1", "+1", " 1", "1 ", "1\n", "1_0", "01", "1.0", "1e3", "0x1", "٣", "¹"]

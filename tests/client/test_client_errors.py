@@ -76,6 +76,11 @@ def test_the_delay_of_an_overload() -> None:
     error = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry))
     assert isinstance(error, attnserve.OverloadedError)
     assert error.retry_delay == 0.25
+    for seconds, nanos, delay in ((-5, 0, 0.0), (0, -1, 0.0), (2**63 - 1, 0, 315_576_000_000.0)):  # as no server says
+        retry.retry_delay.seconds, retry.retry_delay.nanos = seconds, nanos
+        error = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, retry))
+        assert isinstance(error, attnserve.OverloadedError)
+        assert error.retry_delay == delay
     silent = error_from_status(status(grpc.StatusCode.RESOURCE_EXHAUSTED, rpc.ErrorInfo(reason="OUT_OF_MEMORY")))
     assert isinstance(silent, attnserve.OverloadedError)
     assert silent.retry_delay is None

@@ -250,6 +250,7 @@ def _duration(ttl: float | None) -> Duration | None:
 
 
 def _pool(response: pb.CacheServiceListResponse) -> CachePool:
+    _check_part("free_bytes", response.free_bytes, response.pool_bytes)
     return CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
 
 
@@ -296,6 +297,7 @@ def _forked(cache: CacheInfo, response: pb.CacheServiceForkResponse) -> CacheInf
 def _cache(cache: pb.Cache) -> CacheInfo:
     if not cache.name or not cache.lengths or len(cache.lengths) != cache.layers:
         raise ProtocolError("the server replied with no cache, or one without a name, or with lengths of no layers")
+    _check_part("shared_bytes", cache.shared_bytes, cache.bytes)
     return CacheInfo(
         name=cache.name,
         num_kv_heads=cache.num_kv_heads,
@@ -306,7 +308,24 @@ def _cache(cache: pb.Cache) -> CacheInfo:
         lengths=tuple(cache.lengths),
         bytes=cache.bytes,
         shared_bytes=cache.shared_bytes,
-        ttl=cache.ttl.ToNanoseconds() / 1e9 if cache.HasField("ttl") else None,
-        remaining=cache.remaining.ToNanoseconds() / 1e9 if cache.HasField("remaining") else None,
+        ttl=_seconds("ttl", cache),
+        remaining=_seconds("remaining", cache),
         address=cache.address or None,
     )
+
+
+def _check_part(field: str, part: int, whole: int) -> None:
+    """ProtocolError if so many bytes are said to be a part of fewer."""
+    if part > whole:
+        raise ProtocolError(f"{field}: expected at most {whole}, the server replied with {part}")
+
+
+def _seconds(field: str, cache: pb.Cache) -> float | None:
+    """The duration in that field of a cache; None if it has none. ProtocolError if it is negative."""
+    if not cache.HasField(field):
+        return None
+    duration = getattr(cache, field)
+    seconds: float = duration.seconds + duration.nanos / 1e9
+    if seconds < 0:
+        raise ProtocolError(f"{field}: expected no less than 0 seconds, the server replied with {seconds:g}")
+    return seconds
