@@ -52,7 +52,8 @@ class _NumPy(Protocol[_KindT_co]):
 
 ArrayOf: TypeAlias = _Tensor[KindT] | _NumPy[KindT] | Sequence[Any] | float
 """A NumPy array, a torch tensor, or numbers in lists, to which a result with arrays of type `KindT` comes back. No
-alternative fits what another fits, or type checkers would infer nothing.
+alternative fits what another fits, or type checkers would infer nothing; so none is for what NumPy can make an array of
+(`__array__`), which tensors are, too. To type checkers such arrays are none: callers convert them, or say ``Any``.
 """
 
 ArrayLike: TypeAlias = Any
