@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -187,6 +188,47 @@ def test_the_last_one_that_waits_expires_too(monkeypatch: pytest.MonkeyPatch) ->
     clock.ring()
     assert expired == [True]
     assert clock.call is None
+
+
+def test_a_timer_that_was_too_late_to_be_cancelled_is_no_reason_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a thread, for as long as its call may take."""
+    now = 0.0
+    monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
+    clock, line = Clock(), CacheLine()
+    turns = Turns(clock.later)
+    patient = turn([line], True, bool)
+    turns.take(patient)
+    turns.take(first := turn([line], True, bool, deadline=1.0))
+    late, now = clock.call, 1.0
+    assert late is not None
+    turns.leave(first)
+    turns.take(second := turn([line], True, bool, deadline=60.0))
+    late()
+    turns.leave(second)
+    assert clock.call is None
+    assert (clock.delays, clock.cancelled) == ([1.0, 59.0, 59.0], 3)
+    turns.leave(patient)
+
+
+def test_without_a_thread_for_one_deadline_others_are_watched() -> None:
+    line = CacheLine()
+    scheduled: list[float] = []
+
+    def later(delay: float, call: Callable[[], object]) -> Clock:
+        scheduled.append(delay)
+        if len(scheduled) == 1:
+            raise RuntimeError("can't start new thread")
+        return Clock()
+
+    turns = Turns(later)
+    turns.take(turn([line], True, bool))
+    now = time.monotonic()
+    unlucky, lucky = (turn([line], True, bool, deadline=now + seconds) for seconds in (10.0, 20.0))
+    with pytest.raises(RuntimeError):
+        turns.take(unlucky)
+    turns.leave(unlucky)
+    turns.take(lucky)
+    assert scheduled == pytest.approx([10.0, 20.0], abs=1.0)
 
 
 def test_what_an_interrupt_kept_from_beginning_begins_in_another_thread() -> None:

@@ -148,9 +148,8 @@ class Turns:
                         self._ready.append(follower)
                         follower.called = True
             self._waiting.discard(turn)
-            if not self._waiting and self._timer is not None:  # the timer would keep the client alive
-                self._timer.cancel()
-                self._timer, self._due = None, inf
+            if not self._waiting:  # the timer would keep the client alive
+                self._unwatch()
             if self._starter is not None or not self._ready:
                 return
             self._starter = threading.get_ident()
@@ -171,17 +170,22 @@ class Turns:
     def _watch(self, deadline: float) -> None:
         """Schedules `_expire` at a deadline, unless it is due earlier. The lock must be held."""
         if deadline < self._due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._due = deadline
+            self._unwatch()
             self._timer = self._later(max(0.0, deadline - time.monotonic()), self._expire)
+            self._due = deadline
+
+    def _unwatch(self) -> None:
+        """Schedules nothing any more. The lock must be held."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._due = None, inf
 
     def _expire(self) -> None:
         with self._lock:
             now = time.monotonic()
             expired = [turn for turn in self._waiting if turn.deadline <= now]
             self._waiting.difference_update(expired)
-            self._timer, self._due = None, inf
+            self._unwatch()  # a timer that was too late to be cancelled may call this, and there is another one
             if self._waiting:
                 self._watch(min(turn.deadline for turn in self._waiting))
         for turn in expired:
