@@ -6,6 +6,7 @@ import inspect
 import pydoc
 import re
 from dataclasses import fields
+from functools import partial
 from typing import Any, get_type_hints
 
 import ml_dtypes
@@ -22,6 +23,8 @@ from attnserve import (
     GeneralScore,
     InvalidRequestError,
 )
+from attnserve._requests import cache_requests
+from attnserve._requests import call as _call
 from attnserve._requests.apply import ApplyOptions, encode_apply
 from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
@@ -193,6 +196,26 @@ def test_what_no_server_would_take_names_its_field(options: dict[str, Any], fiel
     assert str(caught.value).startswith(f"{field}: expected")
     assert len(str(caught.value)) < 300
     assert isinstance(caught.value, ValueError)
+
+
+def test_what_is_too_long_for_any_server_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = encode_attend(QUERY, QUERY, QUERY).size
+    assert _call._LONGEST == 2**31 - 1, "the most that `max_message_bytes` may be"
+    monkeypatch.setattr(_call, "_LONGEST", size)
+    request()
+    monkeypatch.setattr(_call, "_LONGEST", size - 1)
+    with pytest.raises(
+        InvalidRequestError, match=f"^expected a request of at most {size - 1} bytes, .*, found {size}$"
+    ):
+        request()
+    monkeypatch.setattr(_call, "_LONGEST", 100)
+    for encode in (
+        partial(encode_apply, "layer", QUERY),
+        partial(cache_requests.appended, QUERY, QUERY, "heads_first"),
+    ):
+        with pytest.raises(InvalidRequestError, match="at most 100 bytes") as caught:
+            encode()
+        assert (caught.value.limit, caught.value.field) == ("max_message_bytes", None)
 
 
 @pytest.mark.parametrize("flag", [False, True, 0, 1, np.False_, np.True_])

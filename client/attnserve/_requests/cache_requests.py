@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from attnserve import _dtypes, _wire
+from attnserve import _dtypes
 from attnserve._errors import InvalidRequestError, ProtocolError
 from attnserve._fields import Buffer
 from attnserve._requests import arguments, call
@@ -167,7 +167,7 @@ def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[in
     axis: int = arguments.choice("layout", _LENGTH_AXES, layout)
     arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]
     header = _append_header(call.tensors(arrays), layout == "length_first")
-    fields, _ = _wire.join(pb.CacheServiceAppendRequest, header, [array.data for _, array in arrays])
+    fields, _ = call.assembled(pb.CacheServiceAppendRequest, header, arrays)
     return arrays[0][1].shape[axis], fields
 
 

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from attnserve import _dtypes, _wire
-from attnserve._errors import ProtocolError
+from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._fields import Buffer
 from attnserve._requests import arrays as _arrays
 from attnserve._requests.arrays import Array
 from attnserve._requests.operation import Operation
@@ -31,6 +32,10 @@ Tensors: TypeAlias = tuple[tuple[str, int, tuple[int, ...]], ...]
 """The tensors of a request without their elements: the path of each field, the dtype and the shape."""
 
 _NANOSECOND: Final = 1e-9
+
+_LIMIT: Final = "max_message_bytes"
+_LONGEST: Final = 2**31 - 1
+"""The most bytes that a server may let messages have by that limit, and that protobuf reads."""
 
 
 def tensors(arrays: Sequence[tuple[str, Array]]) -> Tensors:
@@ -46,6 +51,20 @@ def header(request: Message, tensors: Tensors) -> bytes:
         tensor.shape.extend(shape)
         tensor.data = _wire.ticket(index, prod(shape) * _dtypes.NUMPY[dtype].itemsize)
     return request.SerializeToString()
+
+
+def assembled(
+    request_type: type[Message], header: bytes, arrays: Sequence[tuple[str, Array]]
+) -> tuple[list[Buffer], int]:
+    """The pieces of a request, from its header and its arrays, in the order of the header's tickets; and their total
+    length, in bytes. InvalidRequestError if no server could take that: it would be copied, and sent, to be refused.
+    """
+    pieces, size = _wire.join(request_type, header, [array.data for _, array in arrays])
+    if size > _LONGEST:
+        raise InvalidRequestError(
+            f"expected a request of at most {_LONGEST} bytes, which {_LIMIT} may be, found {size}", limit=_LIMIT
+        )
+    return pieces, size
 
 
 class Parts(NamedTuple):
@@ -98,7 +117,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         """
         self.started = time.perf_counter()
         """When the call was made, in seconds of `time.perf_counter`."""
-        self.pieces, self.size = _wire.join(self.operation.request_type, header, [array.data for _, array in arrays])
+        self.pieces, self.size = assembled(self.operation.request_type, header, arrays)
         """The pieces that, concatenated, are the serialised request; and their total length, in bytes."""
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
