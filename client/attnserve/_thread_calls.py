@@ -73,11 +73,16 @@ class Calls:
         """Ends the connections, unless another process opened them or the interpreter is ending, which ends them, too.
         Calls in flight fail with `ClientClosedError`.
         """
-        if self._process.lacks_threads:
+        if self.lacks_threads:
             return
         futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
         self._forgotten.detach()
         _close(self._unary, self.servers)
+
+    @property
+    def lacks_threads(self) -> bool:
+        """Whether the client's threads exist no more: after a fork, or as the interpreter ends."""
+        return self._process.lacks_threads
 
     def seconds(self, timeout: Timeout) -> float | None:
         """How many seconds a call may take: as its caller says, or else the client. InvalidRequestError if that is no

@@ -156,6 +156,39 @@ in_child(child)
 assert [attended(client) for client in clients] == [1, 1]
 """
 
+GIVEN_UP = """
+import socket
+
+silent = socket.create_server(("127.0.0.1", 0))
+silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
+clients = [Client(silent_address, timeout=None, transport=transport) for transport in ("stream", "unary")]
+futures = [client.submit(array, array, array) for client in clients]
+(call,) = clients[1]._calls._unary._calls
+taken, given_back = threading.Event(), threading.Event()
+
+def hold():
+    with call.rpc._state.condition:  # gRPC's own lock
+        taken.set()
+        assert given_back.wait(patience)
+
+holder = threading.Thread(target=hold)
+holder.start()
+assert taken.wait(patience)
+
+def child():
+    for client, future in zip(clients, futures):
+        assert future.cancel()
+        assert future.cancelled()
+        print(refused(lambda: attended(client)), flush=True)
+
+in_child(child)
+given_back.set()
+holder.join()
+assert not any(future.done() for future in futures)
+for client in clients:
+    client.close()
+"""
+
 IN_TASKS = """
 loop = asyncio.new_event_loop()
 
@@ -187,7 +220,7 @@ in_child(child)
 """
 
 
-@pytest.mark.parametrize("program", [USED, LOCKED, FIRST_CALL, LET_GO, IN_TASKS])
+@pytest.mark.parametrize("program", [USED, LOCKED, FIRST_CALL, LET_GO, GIVEN_UP, IN_TASKS])
 def test_a_client_that_was_used_before_a_fork(server: Server, program: str) -> None:
     command = [sys.executable, "-c", COMMON + program, server.address, str(int(PATIENCE_S) // 2)]
     # Where a child does not need gRPC, none of it is to run there: gRPC's own fork handlers may end a child.

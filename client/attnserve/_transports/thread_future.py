@@ -37,6 +37,14 @@ def _withdrawn_already(*, waits: bool) -> bool:
     return False
 
 
+class Calls(Protocol):
+    """A client's calls."""
+
+    @property
+    def lacks_threads(self) -> bool:
+        """Whether the threads that carry them exist no more: there is nothing to withdraw a call from."""
+
+
 _DONE: Final = ("FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
 """The states of a future that is done."""
 
@@ -64,7 +72,7 @@ class CallFuture(Future[T], Generic[R, T]):
         self._calls_back = False
         self.withdraw: Withdraw = _withdrawn_already
         """Makes the transport forget the call."""
-        self.calls: object = None
+        self.calls: Calls | None = None
         """The client's calls, kept from being garbage-collected before the reply arrives."""
         self.transport: object = None
         """What carries the call until it is settled, if that is a stream."""
@@ -99,8 +107,8 @@ class CallFuture(Future[T], Generic[R, T]):
             cancelled = super().cancel()
         if not cancelled:
             return False
-        self.calls = self.transport = None
-        if sys.is_finalizing():  # no thread runs any more, and the connections are about to end
+        calls, self.calls, self.transport = self.calls, None, None
+        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for them
             return True
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
