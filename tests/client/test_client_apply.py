@@ -337,6 +337,18 @@ def test_an_output_of_another_dtype_than_the_input(apply: Apply) -> None:
     assert str(result) == "output: expected float32, the server replied with float16"
 
 
+@pytest.mark.parametrize("input", [INPUT[0], [1, 2]], ids=["activations", "ids"])
+def test_an_output_of_another_shape_than_the_input(apply: Apply, input: Any) -> None:
+    def other(reply: pb.AttendStreamReply) -> None:
+        reply.apply.output.shape[:] = [1, *reply.apply.output.shape]
+
+    with peer(changed(other)) as address:
+        (result,) = apply(address, [input])
+    assert isinstance(result, ProtocolError)
+    rows = ", ".join(map(str, np.shape(input)[: None if isinstance(input, list) else -1]))
+    assert str(result).startswith(f"output: expected the shape [{rows}, ...], the server replied with [1, {rows}, ")
+
+
 def test_no_such_layer(apply: Apply, transport: Transport) -> None:
     def missing(reply: pb.AttendStreamReply) -> None:
         reply.error.CopyFrom(Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="no layer of that name"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 from askers import Attend, Transport, array, attend, attend_in_tasks, attend_in_threads, transport
 from calls import PATIENCE_S
 from google.rpc.status_pb2 import Status
-from peers import good, good_unary, peer, replies
+from peers import good, good_unary, peer, replies, response
 
 from attnserve import (
     AsyncClient,
@@ -42,6 +43,30 @@ def test_a_good_peer(attend: Attend, transport: Transport) -> None:
     for query, result in zip(queries, results, strict=True):
         np.testing.assert_array_equal(result.output, query)
         assert result.timings.total > 0
+
+
+def test_an_output_of_another_shape(attend: Attend, transport: Transport) -> None:
+    """As of another call's query, with other rows; the width is that of the values."""
+
+    def changed(answer: pb.AttendResponse) -> pb.AttendResponse:
+        *rows, width = answer.output.shape
+        answer.output.shape[:] = [math.prod(rows) * width, 1]
+        return answer
+
+    def stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in itertools.chain.from_iterable(map(replies, messages)):
+            found = pb.AttendStreamResponse.FromString(message)
+            changed(found.replies[0].attend)
+            yield found.SerializeToString()
+
+    def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        return changed(response(pb.AttendRequest.FromString(message))).SerializeToString()
+
+    query = np.ones((2, 3, 4), np.float32)
+    with peer(stream, unary) as address:
+        (result,) = attend(address, [query], transport=transport)
+    assert isinstance(result, ProtocolError)
+    assert str(result) == "output: expected the shape [2, 3, ...], the server replied with [24, 1]"
 
 
 def test_several_streams(attend: Attend) -> None:

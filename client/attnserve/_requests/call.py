@@ -86,6 +86,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         "_dtype",
         "_returns_lse",
         "_returns_scores",
+        "_rows",
         "appends",
         "cache_lengths",
         "given",
@@ -129,8 +130,9 @@ class EncodedCall(ABC, Generic[ResultT]):
         """How many tokens it appends to each resident cache, or to all; empty if it appends none."""
         self.cache_lengths: Sequence[int | None] = ()
         """The lengths that its caches will have; None for one that another client writes."""
-        dtype = arrays[0][1].dtype
+        _, (dtype, shape, _) = arrays[0]
         self._dtype = dtype if dtype in _dtypes.FLOATING else None
+        self._rows = shape if self._dtype is None else shape[:-1]
         tensor = _arrays.torch_tensor(like)
         self._device = None if tensor is None else tensor.device
         self._returns_lse = returns_lse
@@ -165,6 +167,9 @@ class EncodedCall(ABC, Generic[ResultT]):
             name = _dtypes.name(found) if message.HasField("output") else "no output"
             raise ProtocolError(f"output: expected {expected}, the server replied with {name}")
         output = self._array("output", tensor, response)
+        if output.shape[:-1] != self._rows:
+            expected, shape = ", ".join([*map(str, self._rows), "..."]), list(output.shape)
+            raise ProtocolError(f"output: expected the shape [{expected}], the server replied with {shape}")
         lse = scores = None
         if self._returns_lse:
             if not message.HasField("lse"):
