@@ -25,6 +25,7 @@ from attnserve._settings.credentials import Bearer, Identity
 from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
 from attnserve._transports.connection import others_of
+from attnserve._transports.outcome import Beginning
 from attnserve._transports.task_connection import Connection
 from attnserve._transports.tasks import CallFuture, later
 from attnserve._transports.unary import UnaryCall
@@ -121,11 +122,13 @@ class Calls:
                 task.add_done_callback(future.left_by)
                 future.withdraw = task.cancel
             else:
-                self._send_on_stream(future, call, home)
+                with Beginning(future):
+                    self._send_on_stream(future, call, home)
         else:
             future = self._call_future(call.decode, operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
-            self._unary.submit(UnaryCall.of(future, call, self._settings.policy, route), find)
+            with Beginning(future):
+                self._unary.submit(UnaryCall.of(future, call, self._settings.policy, route), find)
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
@@ -182,7 +185,8 @@ class Calls:
         find, seconds = self._find_for(home), self.seconds(timeout)
         future = self._call_future(rpc.decode, rpc.path, parent)
         route = partial(self.servers.connection, home)
-        self._unary.submit(UnaryCall.of_rpc(future, rpc, seconds, self._settings.policy, route, again, given), find)
+        with Beginning(future):
+            self._unary.submit(UnaryCall.of_rpc(future, rpc, seconds, self._settings.policy, route, again, given), find)
         return future
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:

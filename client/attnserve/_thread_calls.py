@@ -37,6 +37,7 @@ from attnserve._settings.retry import Again
 from attnserve._tracing import Tracing
 from attnserve._transports.connection import others_of
 from attnserve._transports.locks import LockHeld
+from attnserve._transports.outcome import Beginning
 from attnserve._transports.thread_connection import Connection
 from attnserve._transports.thread_future import CallFuture, later
 from attnserve._transports.unary_threads import ThreadCall, UnaryTransport
@@ -100,12 +101,14 @@ class Calls:
         if self._streaming:
             future = self._future(call.result, call.timeout, operation.path, parent)
             future.calls = self  # before it is sent, since the reply clears this
-            self._send_on_stream(future, call, home)
+            with Beginning(future):
+                self._send_on_stream(future, call, home)
         else:
             future = self._future(call.decode, call.timeout, operation.path, parent)
             future.calls = self
             route = partial(self.servers.connection, home)
-            self._unary.submit(ThreadCall.of(future, call, self._settings.policy, route))
+            with Beginning(future):
+                self._unary.submit(ThreadCall.of(future, call, self._settings.policy, route))
         return future
 
     def _future(
@@ -163,7 +166,8 @@ class Calls:
         self._process.enter()
         future = self._future(rpc.decode, timeout, rpc.path, parent)
         route = partial(self.servers.connection, home)
-        self._unary.submit(ThreadCall.of_rpc(future, rpc, timeout, self._settings.policy, route, again, given))
+        with Beginning(future):
+            self._unary.submit(ThreadCall.of_rpc(future, rpc, timeout, self._settings.policy, route, again, given))
         return future
 
     def perform(self, plan: Plan[T]) -> T:

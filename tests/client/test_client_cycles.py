@@ -117,3 +117,17 @@ async def test_a_call_of_a_task_that_no_server_gets(address: Any, transport: Any
             await client.attend(array, array, array)
         del array
         await until_freed(watch)
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_call_of_a_client_that_is_closed(transport: Any) -> None:
+    client, in_tasks = Client(NOBODY, transport=transport), AsyncClient(NOBODY, transport=transport)
+    client.close()
+    await in_tasks.close()
+    array, watch = array_and_watch()
+    with pytest.raises(AttnServeError):
+        client.attend(array, array, array)
+    with pytest.raises(AttnServeError):
+        await in_tasks.attend(array, array, array)
+    del array
+    await until_freed(watch)

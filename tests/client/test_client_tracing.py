@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from peers import good, good_unary, peer
 
-from attnserve import AsyncClient, Client, InvalidRequestError, UnavailableError
+from attnserve import AsyncClient, Client, ClientClosedError, InvalidRequestError, UnavailableError
 from attnserve._tracing import Tracing, tracing_of
 from attnserve._transports.tasks import CallFuture
 from attnserve.v1 import attention_pb2 as pb
@@ -157,6 +157,23 @@ def test_each_step_of_an_operation_on_a_cache_is_below_the_caller(
     assert names == ["Create", "Attend", "Attend", "Attend", "Truncate", "Delete"]
     parents = {span.parent and span.parent.span_id for span in exporter.get_finished_spans() if span.name != "mine"}
     assert parents == {mine.get_span_context().span_id}
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_call_that_cannot_be_made_is_a_span_that_ends(
+    transport: Any, exporter: InMemorySpanExporter, provider: TracerProvider
+) -> None:
+    client, in_tasks = (kind(transport=transport, tracing=provider) for kind in (Client, AsyncClient))
+    client.close()
+    await in_tasks.close()
+    for ask in (client.is_ready, lambda: client.attend(array(), array(), array())):
+        with pytest.raises(ClientClosedError):
+            ask()
+    for begin in (in_tasks.is_ready, lambda: in_tasks.attend(array(), array(), array())):
+        with pytest.raises(ClientClosedError):
+            await begin()
+    spans = exporter.get_finished_spans()
+    assert [span.attributes and span.attributes["error.type"] for span in spans] == ["ClientClosedError"] * 4
 
 
 def test_a_span_of_a_call_that_is_given_up_as_its_result_is_made_ends_once(

@@ -1,9 +1,9 @@
-"""What a call comes to: the result that is made from its reply, or the error in its place."""
+"""What a call comes to: the result that is made of its reply, the error in its place, or nothing if it is not made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from attnserve._errors import AttnServeError
 
@@ -23,3 +23,26 @@ def outcome_of(finish: Callable[[R], Any], reply: R | Exception) -> tuple[Any, E
 def _without_frames(error: Exception) -> Exception:
     """Breaks a cycle: the frames of an error of ours hold the future."""
     return error.with_traceback(None) if isinstance(error, AttnServeError) else error
+
+
+class Forsaken(Protocol):
+    """A future that nobody may get."""
+
+    def forsake(self, error: BaseException) -> object:
+        """Has it hold nothing any more, because its call could not be made."""
+
+
+class Beginning:
+    """While a call is made, as a context manager: if that fails, nobody gets its future."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Forsaken) -> None:
+        self._future = future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._future.forsake(error)

@@ -90,6 +90,12 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
         except asyncio.InvalidStateError:  # a finalizer has cancelled it meanwhile
             return
 
+    def forsake(self, error: BaseException) -> None:
+        """Ends its span, and drops what it refers to, which may refer to it: its call could not be made."""
+        self.withdraw = _withdrawn_already
+        if self.span is not None:
+            self.span.end(error)
+
     def left_by(self, task: asyncio.Task[None]) -> None:
         """The task that was to settle the future is over. Code that cancels all tasks of a loop cancels it, too."""
         if task.cancelled():

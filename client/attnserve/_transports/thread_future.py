@@ -178,6 +178,13 @@ class CallFuture(Future[T], Generic[R, T]):
         except BaseException:  # not an Exception, such as SystemExit: it must not end a thread that other calls need
             logger.exception("a callback of a call wanted to end its thread")
 
+    def forsake(self, error: BaseException) -> None:
+        """Ends its span, and drops what it refers to, which may refer to it: its call could not be made."""
+        self.calls = self.transport = None
+        self.withdraw = _withdrawn_already
+        if self.span is not None:
+            self.span.end(error)
+
 
 def _open(latch: threading.Lock, _: object = None) -> None:
     """Has nobody wait any more, if anybody still does."""
