@@ -153,9 +153,9 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.sequences.append(self.index, *unsent)
 
     def cut(self, length: int) -> None:
-        """Leaves out what is not sent beyond a length."""
+        """Leaves out what is not sent beyond a length; what is sent is no longer than that."""
         if self._unsent is not None:
-            rest = max(length - self.sequences.length(self.index), 0)
+            rest = length - self.sequences.length(self.index)
             self._unsent = _States(*(states[:, :, :rest] for states in self._unsent)) if rest else None
 
     def forget(self) -> None:
