@@ -93,10 +93,38 @@ def test_no_queries_and_no_keys() -> None:
 
 
 def test_an_expanded_batch_is_read_once() -> None:
-    causal = torch.ones(5, 5, dtype=torch.bool).tril().expand(4, 1, 5, 5)
-    found = recognise(causal, 0, None)
+    """The keys that it chooses are sent once; lengths are those of all its sequences."""
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    found = recognise(causal.expand(4, 1, 5, 5), 0, None)
     assert found is not None
     assert found.options(5, 5, resident=False) == {"causal": True}
+    begins_late = recognise((causal & (torch.arange(5) > 1)).expand(4, 1, 5, 5), 0, None)
+    assert begins_late is not None
+    assert begins_late.keys is not None
+    assert begins_late.keys.shape == (1, 1, 1, 5)
+    ends_early = recognise((causal & (torch.arange(5) < 3)).expand(4, 1, 5, 5), 0, None)
+    assert ends_early is not None
+    assert ends_early.kv_lengths is not None
+    assert ends_early.kv_lengths.tolist() == [3] * 4
+
+
+def test_local_attention_to_both_sides() -> None:
+    """Its bounds are inclusive."""
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    for size in range(1, 5):
+        found = recognise((distance.abs() <= size)[None, None], 0, size)
+        assert found is not None
+        assert found.options(6, 6, resident=False) == {"window": (size, size)}
+
+
+def test_what_a_window_says_is_not_said_key_by_key() -> None:
+    """For a single query, any mask is a choice of keys. Where both say the same with such a choice, no window is."""
+    step = recognise((torch.arange(9) > 3)[None, None, None], query_offset=8, local_size=5)
+    assert step is not None
+    assert step.options(1, 9, resident=True) == {"window": (4, -1), "causal": "bottom_right"}
+    padded = recognise((torch.arange(9) > 3)[None, None, None], query_offset=8, local_size=7)
+    assert padded is not None
+    assert (padded.causal, padded.window, padded.keys is not None) == (False, None, True)
 
 
 def test_the_last_queries_are_aligned_without_an_offset() -> None:

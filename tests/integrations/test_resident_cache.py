@@ -224,6 +224,17 @@ def test_reset(client: Client, llama: PreTrainedModel) -> None:
             assert (cache.get_seq_length(), client.caches.list()) == (0, ())
 
 
+def test_reset_forgets_what_was_not_sent(client: Client) -> None:
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        cache.update(*torch.randn(2, 2, 2, 5, 8), 0)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        keys, _ = cache.update(*torch.randn(2, 3, 2, 4, 8), 0)
+        assert keys.shape == (3, 2, 4, 8)
+        cache.update(*torch.randn(2, 3, 2, 4, 8), 0)
+        assert [info.lengths for info in client.caches.list()] == [(4, 0)] * 3
+
+
 def test_what_nobody_attends_to_is_kept_too(client: Client) -> None:
     """As with any cache, `update` alone adds tokens."""
     config = transformers.LlamaConfig(**LLAMA_SIZES)
@@ -321,7 +332,10 @@ def test_a_dtype_of_its_own(client: Client, llama: PreTrainedModel) -> None:
         llama(ids, **{CACHE: cache})
     with ResidentCache(client, llama.config, dtype="float32") as cache:
         assert_same(expected, llama(ids, **{CACHE: cache}).logits, tolerance=1e-5)
-        assert {info.dtype for info in client.caches.list()} == {"float32"}
+        with cache.fork() as fork:
+            fork.reset()
+            fork.update(*torch.randn(2, 2, 2, 5, 8, dtype=torch.float64), 0)
+            assert {info.dtype for info in client.caches.list()} == {"float32"}
 
 
 def test_autocast(client: Client, llama: PreTrainedModel) -> None:
