@@ -70,6 +70,7 @@ async def send(port: int, raw: bytes) -> Answer | None:
 async def get(port: int, path: str, method: str = "GET", headers: str = "") -> Answer:
     answer = await send(port, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
     assert answer is not None
+    assert answer.headers["connection"] == "close"
     return answer
 
 
@@ -80,7 +81,8 @@ async def test_metrics_as_text_and_as_openmetrics(served: Served) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=")
     (family,) = [f for f in parse_text(answer.body) if f.name == "attnserve_received_bytes"]
     assert family.samples[0].value == 1234
-    answer = await get(served.port, "/metrics", headers="ACCEPT: application/openmetrics-text; version=1.0.0\r\n")
+    several = "Accept: text/html\r\nACCEPT: application/openmetrics-text; version=1.0.0\r\n"
+    answer = await get(served.port, "/metrics", headers=several)
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     (family,) = [f for f in parse_openmetrics(answer.body) if f.name == "attnserve_received_bytes"]
     assert family.samples[0].value == 1234
@@ -165,8 +167,12 @@ async def test_a_peer_that_resets_the_connection_leaves_no_traceback(
     assert caplog.records == []
 
 
-async def test_a_peer_that_says_nothing_and_leaves(served: Served) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+@pytest.mark.parametrize("raw", [b"", b"GET /healthz HTTP/1.1\r\n"])
+async def test_a_peer_that_says_nothing_whole_and_leaves_gets_no_answer(served: Served, raw: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(raw)
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
     await writer.wait_closed()
     assert (await get(served.port, "/healthz")).status == 200
@@ -229,6 +235,27 @@ async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) 
     await server.stop()
 
 
+async def test_a_peer_that_never_ends_tls_is_cut_off(tmp_path: Path) -> None:
+    issued = certificates.Authority(tmp_path).issue_for_server()
+    tls = ServerTls(issued.certificate, issued.key, None).http_context()
+    server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, tls, Refusals(), patience_s=0.5)
+    address = parse_address(await server.start())
+
+    def ask() -> bytes:
+        connection = socket.create_connection(address, timeout=20)
+        with unverified().wrap_socket(connection, suppress_ragged_eofs=False) as ending:
+            ending.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            answer = b"".join(iter(lambda: ending.recv(1000), b""))
+            with socket.socket(fileno=ending.detach()) as silent:
+                silent.settimeout(20)
+                with contextlib.suppress(ConnectionResetError):
+                    assert silent.recv(1) == b""
+        return answer
+
+    assert (await asyncio.to_thread(ask)).startswith(b"HTTP/1.1 200")
+    await server.stop()
+
+
 async def test_nothing_is_kept_of_connections_that_have_ended(served: Served) -> None:
     def tasks() -> int:
         gc.collect()
@@ -266,6 +293,18 @@ async def test_a_name_that_is_not_known_is_an_error() -> None:
         await server.start()
     assert isinstance(caught.value.__cause__, socket.gaierror)
     assert caught.value.reason == caught.value.__cause__.strerror
+
+
+async def test_an_error_without_a_number_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of several addresses, none of which can be listened on, from Python 3.13 on."""
+
+    async def start_server(*_: object, **__: object) -> asyncio.Server:
+        raise OSError("could not bind on any address")
+
+    monkeypatch.setattr(asyncio, "start_server", start_server)
+    server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, None, Refusals())
+    with pytest.raises(ListenError, match=r"cannot listen on 127\.0\.0\.1:0: could not bind on any address$"):
+        await server.start()
 
 
 async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(

@@ -88,7 +88,6 @@ class HttpServer:
                 limit=_MAX_HEADER_BYTES,
                 ssl=self._tls,
                 ssl_handshake_timeout=self._patience_s if self._tls else None,
-                ssl_shutdown_timeout=self._patience_s if self._tls else None,
             )
         except OSError as error:
             raise ListenError("http_listen", str(self._address), _words(error)) from error
