@@ -138,6 +138,8 @@ def test_calls_are_looked_at_together_and_only_what_is_suspect_is_computed_again
     assert transfers.streams[1].waited == 1
     assert device.take_kernel_calls() == {"quick": 5, written_out.NAME: 2}
     assert not device.take_kernel_calls()
+    device.attend(calls_of(1), 0)
+    assert device.take_kernel_calls() == {"quick": 1}, "nothing was computed again"
 
 
 @pytest.mark.parametrize(("finite", "waits", "ran"), [(True, 1, 1), (False, 3, 2)])
@@ -187,7 +189,25 @@ def test_without_anything_to_look_at_nothing_is_waited_for(monkeypatch: pytest.M
     device._transfers = transfers = StreamTransfers()
     device._kernel_calls = cuda._KernelCalls()
     device.attend(calls_of(2), 0)
+    device.share(lambda calls: device.attend(list(calls), 0), calls_of(2), [0, 0])
     assert transfers.fetches == 0
+
+
+def test_flags_of_what_is_shared_are_looked_at_when_all_has_been_asked() -> None:
+    """And if any is true, where, when it is computed again."""
+    device = object.__new__(CudaDevice)
+    device._transfers = transfers = StreamTransfers()
+    device._kernel_calls = cuda._KernelCalls()
+    found: list[tuple[list[int], int]] = []
+
+    def compute(items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found.append((device.flagged(items[0]), transfers.fetches))
+        return items
+
+    device.share(compute, [torch.tensor([False, False])], [0])
+    assert found == [([], 0)]
+    device.share(compute, [torch.tensor([False, True])], [0])
+    assert found[1:] == [([], 1), ([1], 3)]
 
 
 class Here(StreamTransfers):

@@ -6,6 +6,8 @@ A stream knows how much of its own work and of others' comes before its next ope
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from attnserve_server.devices import transfers as transfers_module
-from attnserve_server.devices.transfers import CudaTransfers
+from attnserve_server.devices.transfers import MAX_PINNED, WARM_BLOCKS, WARM_POWERS, CudaTransfers
 
 
 class Stream:
@@ -240,3 +242,48 @@ def test_what_is_little_is_copied_between_kernels(
         other.submit(lambda: setattr(transfers._thread, "fetches", True)).result()
     transfers.asked().until_fetched()
     assert events.waited[-1][0] is machine.default
+
+
+@pytest.mark.parametrize(("size", "pinned"), [(0, False), (1, True), (MAX_PINNED, True), (MAX_PINNED + 1, False)])
+def test_memory_is_pinned_unless_it_is_none_or_too_much(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, size: int, pinned: bool
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append((size, pin_memory)))
+    CudaTransfers(torch.device("cuda", 0)).allocate(size)
+    assert asked == [(size, pinned)]
+
+
+def test_every_thread_computes_on_the_device_when_told_to(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    transfers = CudaTransfers(torch.device("cuda", 1))
+    transfers.compute_here()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(transfers.compute_here).result()
+    assert chosen == [torch.device("cuda", 1)] * 2
+
+
+def test_warm_memory_is_all_had_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the same block would be had again and again; on the device, on each stream that memory comes from."""
+    blocks: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+    sizes: Counter[int] = Counter()
+    streams: list[Stream] = []
+
+    def allocate(size: int) -> HostMemory:
+        blocks.add(block := HostMemory(machine))
+        sizes[size] += 1
+        return block
+
+    def empty(size: int, **_: object) -> Memory:
+        assert len(blocks) == sizes.total()
+        streams.append(machine.current)
+        return DeviceMemory(machine)
+
+    transfers: Any = CudaTransfers(torch.device("cuda", 0))
+    monkeypatch.setattr(transfers, "allocate", allocate)
+    monkeypatch.setattr(torch, "empty", empty)
+    transfers.warm_up()
+    assert sizes == {1 << power: WARM_BLOCKS for power in WARM_POWERS}
+    assert streams == [machine.default, transfers._upload_stream]
+    assert not blocks
