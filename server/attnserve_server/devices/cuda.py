@@ -266,9 +266,10 @@ class CudaDevice:
         }
 
     def kernels(self) -> list[tuple[str, str]]:
-        """The ragged kernels, and those for the rest."""
-        rest = [(kernel.name, kernel.description) for kernel in KERNELS if kernel.device in ("cuda", "any")]
-        return [(kernel.name, kernel.description) for kernel in RAGGED_KERNELS] + rest
+        """The ragged kernels, and those for the rest; one that is both is described once."""
+        ragged = {kernel.name: kernel.description for kernel in RAGGED_KERNELS}
+        rest = [kernel for kernel in KERNELS if kernel.device in ("cuda", "any") and kernel.name not in ragged]
+        return [*ragged.items(), *((kernel.name, kernel.description) for kernel in rest)]
 
     def close(self) -> None:
         """Waits for the work in flight."""
