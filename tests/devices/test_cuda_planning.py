@@ -35,6 +35,19 @@ def packable(plan: Plan) -> Plan:
     return replace(plain, alibi=False)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the kernel for equal lengths is given from now on."""
+    asked: list[tuple[Any, ...]] = []
+    kernel = efficient_cuda._efficient
+
+    def telling(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments)
+        return kernel(*arguments, **options)
+
+    monkeypatch.setattr(efficient_cuda, "_efficient", telling)
+    return asked
+
+
 RETURNED = st.fixed_dictionaries(
     {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, None, *oracle.STAGES])}
 )
@@ -206,7 +219,9 @@ def test_more_sequences_than_a_grid_has_blocks(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "MAX_SEQUENCES", 4)
     packed = check([(Plan(batch=3, query_length=n + 1).case(n), {"return_lse": True}) for n in range(3)])
     assert packed.kernel_calls == {"cuda_efficient": 3}
+    asked = watched(monkeypatch)
     check([(Plan(batch=10, mask_shape=(10, 1, 5, 7)).case(0), {"return_lse": True})])
+    assert [len(query) for query, *_ in asked] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("lengths", [(30, 1, 1, 2, 1, 1), (1, 1, 30, 1, 1), (1, 2, 3, 4, 5, 6), (30, 29, 1)])
@@ -258,23 +273,35 @@ def test_wide_rows_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Such as those of a long cache, whose pages are the sequences of one call."""
     monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_BYTES", 12_000)
-    sizes: list[int] = []
-    kernel = efficient_cuda._efficient
-
-    def told(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        sizes.append(key.nbytes + value.nbytes)
-        return kernel(query, key, value, *rest, **options)
-
-    monkeypatch.setattr(efficient_cuda, "_efficient", told)
+    asked = watched(monkeypatch)
     for options in (
         {"bias_shape": (5, 7)},
         {"group": 3, "window": (2, 1), "mask_shape": (5, 7)},
         {"group": 2, "alibi": True},
+        *([{"group": 3, "window": (2, 1)}] if dtype == "float32" else []),
     ):
-        sizes.clear()
+        asked.clear()
         check([(Plan(dtype=dtype, batch=20, **options).case(0), {"return_lse": True})])
+        sizes = [key.nbytes + value.nbytes for _, key, value, *_ in asked]
         assert len(sizes) > 1
         assert max(sizes) <= 12_000
+
+
+@pytest.mark.parametrize(
+    ("options", "once"),
+    [
+        ({"query_length": 1, "mask_shape": (1, 7)}, True),
+        ({"mask_shape": (7,)}, True),
+        ({"mask_shape": (8, 1, 7)}, False),
+    ],
+)
+def test_keys_are_read_once_for_heads_that_share_them_and_their_mask(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], once: bool
+) -> None:
+    asked = watched(monkeypatch)
+    case = Plan(key_heads=2, group=4, batch=3, **options).case(0)
+    check([(case, {"return_lse": True})])
+    assert [key.shape[1] for _, key, *_ in asked] == [2 if once else 8]
 
 
 def test_what_takes_many_calls_is_not_launched() -> None:
@@ -288,11 +315,15 @@ def test_what_takes_many_calls_is_not_launched() -> None:
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """If there are many queries, masks, biases and scores are made for some of them at a time."""
-    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(efficient_cuda, "MAX_BLOCK_ELEMENTS", most := 40)
+    asked = watched(monkeypatch)
     monkeypatch.setitem(written_out.BLOCK_ELEMENTS, "cpu", 100)
     for options in ({"alibi": True}, {"window": (2, 1)}, {"mask_shape": (3, 1, 11, 7)}, {"softcap": 1.0}):
         plan = Plan(query_length=11, batch=3, group=2, causal=True, sinks=True, **options)
         check([(plan.case(seed), {"return_lse": True}) for seed in range(2)])
+    assert asked
+    for _, _, _, bias, *_ in asked:
+        assert math.prod(length for length, step in zip(bias.shape, bias.stride(), strict=True) if step) <= most
 
 
 @given(
