@@ -71,6 +71,20 @@ def test_large_keys_are_no_reason_to_compute_again(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_queries_before_all_keys_attend_to_nothing(dtype: str) -> None:
+    """What the ragged kernel for float32 makes of them is NaN."""
+    case = Plan(dtype=dtype, query_length=5, key_length=3, causal="bottom_right").case(0)
+    check([(case, {"return_lse": True})])
+
+
+def test_outputs_whose_sum_is_beyond_half_precision_are_no_reason_to_compute_again() -> None:
+    case = Plan(dtype="float16", mask_shape=(5, 7)).case(0)
+    case.value[:] = 3000
+    case.__dict__.pop("expected", None)
+    assert check([(case, {"return_lse": True})]).kernel_calls == {"cuda_efficient": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["query", "key", "value", "bias"])
 @pytest.mark.parametrize("masked", [False, True])

@@ -184,6 +184,7 @@ def test_keys_that_lie_in_pages_or_rows_are_read_where_they_are() -> None:
     for askew in (
         torch.zeros(1, 2, 3, 12),
         torch.zeros(1, 2, 3, 20)[..., :16],
+        torch.zeros(1, 2, 3, 32)[..., ::2],
         torch.zeros(100)[1:97].view(1, 2, 3, 16),
     ):
         assert efficient_cuda._readable(askew).data_ptr() != askew.data_ptr()
