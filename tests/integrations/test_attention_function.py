@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel
 
 from attnserve import AsyncClient, Client
-from attnserve.integrations.transformers import forward_mask, register
+from attnserve.integrations.transformers import ResidentCache, forward_mask, register
 
 __all__ = ["no_gradients", "recorder"]
 
@@ -62,6 +62,27 @@ def test_a_mask_longer_than_the_keys(recorder: Recorder) -> None:
     assert made is not None
     assert_same(reference(query, key, key), attention_function(query, key, key, mask=made))
     assert "causal" not in recorder.calls[-1]  # the last of 3 queries is not at the last of 5 keys
+
+
+def test_a_mask_has_the_dtype_of_the_scores_that_a_model_adds_it_to() -> None:
+    made = forward_mask(batch_size=1, q_length=3, kv_length=3, q_offset=0, dtype=torch.float16)
+    assert made is not None
+    assert made.dtype == torch.float16
+    assert made.min() == torch.finfo(torch.float16).min
+
+
+def test_an_additive_mask_of_integers(recorder: Recorder) -> None:
+    query, mask = torch.randn(1, 4, 5, 8), torch.randint(-3, 3, (1, 1, 5, 5))
+    assert_same(reference(query, query, query, mask.float()), attention_function(query, query, query, mask=mask))
+
+
+def test_a_mask_that_is_the_same_for_all_keys(client: Client) -> None:
+    """It fits resident keys, however many there are."""
+    register(client)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8)
+    with ResidentCache(client, transformers.LlamaConfig(num_hidden_layers=1)) as cache:
+        output = attention_function(query, *cache.update(key, value, 0), mask=torch.zeros(1, 1, 3, 1))
+    assert_same(reference(query, key, value), output)
 
 
 def test_expanded_masks_travel_unexpanded(recorder: Recorder) -> None:
@@ -123,6 +144,17 @@ def test_gradients_are_refused(recorder: Recorder) -> None:
     with torch.enable_grad(), pytest.raises(RuntimeError, match=r"torch\.no_grad"):
         model(tokens(1, 4))
     assert not recorder.calls
+
+
+@pytest.mark.parametrize(("argument", "shape"), [("position_bias", (1, 2, 3, 3)), ("s_aux", (2,))])
+def test_gradients_of_whatever_else_has_them_are_refused(
+    recorder: Recorder, argument: str, shape: tuple[int, ...]
+) -> None:
+    query, learned = torch.randn(1, 2, 3, 4), torch.randn(shape, requires_grad=True)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        attention_function(query, query, query, **{argument: learned})
+    attention_function(query, query, query, **{argument: learned})
+    assert len(recorder.calls) == 1
 
 
 def test_dropout_is_refused_in_training_only(recorder: Recorder) -> None:

@@ -199,6 +199,25 @@ def test_what_could_not_be_deleted_is_tried_again(client: Client, monkeypatch: p
     cache.close()
 
 
+def test_a_reset_that_could_not_delete_is_one_all_the_same(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it left is deleted the next time that anything is."""
+
+    def fail(self: Cache, **options: Any) -> None:
+        raise OverloadedError("not now")
+
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        cache.update(*torch.randn(2, 3, 2, 5, 8), 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Cache, "delete", fail)
+            with pytest.raises(OverloadedError):
+                cache.reset()
+        assert cache.get_seq_length() == 0
+        cache.update(*torch.randn(2, 2, 2, 4, 8), 0)
+        assert len(client.caches.list()) == 3 + 2
+        cache.batch_select_indices(torch.tensor([0]))
+        assert len(client.caches.list()) == 1
+
+
 def test_a_lost_cache(client: Client, llama: PreTrainedModel) -> None:
     ids = tokens(2, 9)
     with ResidentCache(client, llama.config) as cache:
