@@ -18,6 +18,7 @@ from limits import LIMITS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
+from attnserve_server.requests.factors import MAX_FACTOR
 from attnserve_server.requests.request import Request
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
@@ -137,6 +138,24 @@ def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
     (found,) = lonely.run([asked]).results
     lonely.close()
     assert bytes(found.output) == bytes(expected.output)
+
+
+def is_native(device: CpuDevice, **options: Any) -> bool:
+    """Whether the native kernel computes a request with these options."""
+    kernel_calls = device.run([messages.read(messages.random_attend(0, **options))]).kernel_calls
+    return bool(kernel_calls.get(library.NAME))
+
+
+@pytest.mark.parametrize("hiding", [{}, {"mask": np.ones((3, 3), bool)}, {"bias": np.zeros((3, 3), np.float32)}])
+def test_alibi_of_what_may_hide_keys_is_for_others(device: CpuDevice, hiding: dict[str, Any]) -> None:
+    """The keys that are left may be so distant that their biases cost float32 its precision."""
+    assert is_native(device, alibi_slopes=np.ones(2, np.float32), **hiding) == (not hiding)
+
+
+@pytest.mark.parametrize(("name", "sign"), [("scale", 1.0), ("scale", -1.0), ("softcap", 1.0)])
+def test_factors_that_take_scores_beyond_float32_are_for_others(device: CpuDevice, name: str, sign: float) -> None:
+    assert is_native(device, **{name: sign * MAX_FACTOR})
+    assert not is_native(device, **{name: sign * MAX_FACTOR * 1.001})
 
 
 class Watched(library.Library):
