@@ -158,6 +158,14 @@ def test_factors_that_take_scores_beyond_float32_are_for_others(device: CpuDevic
     assert not is_native(device, **{name: sign * MAX_FACTOR * 1.001})
 
 
+def test_a_bias_of_minus_infinity_excludes_in_float64_too(device: CpuDevice) -> None:
+    """What is finite stays finite in float32; what is not stays as it is."""
+    asked = messages.random_attend(0, bias=np.full((3, 3), -np.inf), return_lse=True)
+    (result,) = device.run([messages.read(asked)]).results
+    assert not np.frombuffer(result.output, np.float32).any()
+    assert (np.frombuffer(result.lse or b"", np.float32) == -np.inf).all()
+
+
 class Watched(library.Library):
     """A kernel that records the threads given to it."""
 
