@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no fo
 
 COMMON = """
 import asyncio, gc, os, signal, sys, threading
+from concurrent.futures import wait
 import numpy as np
 import attnserve
 from attnserve import AsyncClient, Client, ClientClosedError
@@ -178,7 +179,8 @@ assert taken.wait(patience)
 def child():
     for client, future in zip(clients, futures):
         assert future.cancel()
-        assert future.cancelled()
+        assert future.cancel()
+        assert not wait([future], patience).not_done
         print(refused(lambda: attended(client)), flush=True)
 
 in_child(child)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,28 +22,40 @@ from attnserve._requests import cache_requests
 from attnserve._requests.cache_requests import CacheInfo
 
 
+class Bell:
+    """A timer that rings when a test says so."""
+
+    def __init__(self, clock: Clock, call: Callable[[], object]) -> None:
+        self._clock, self.call = clock, call
+
+    def cancel(self) -> None:
+        self._clock.cancelled += 1
+        if self in self._clock.bells:
+            self._clock.bells.remove(self)
+
+
 class Clock:
-    """A timer that fires when a test says so."""
+    """Makes timers: one is to be left at a time."""
 
     def __init__(self) -> None:
-        self.call: Callable[[], object] | None = None
+        self.bells: list[Bell] = []
         self.delays: list[float] = []
         self.cancelled = 0
 
-    def later(self, delay: float, call: Callable[[], object]) -> Clock:
-        assert self.call is None, "one at a time"
-        self.call = call
+    def later(self, delay: float, call: Callable[[], object]) -> Bell:
         self.delays.append(delay)
-        return self
+        self.bells.append(Bell(self, call))
+        return self.bells[-1]
+
+    @property
+    def call(self) -> Callable[[], object] | None:
+        assert len(self.bells) <= 1
+        return self.bells[0].call if self.bells else None
 
     def ring(self) -> None:
-        call, self.call = self.call, None
-        assert call is not None
-        call()
-
-    def cancel(self) -> None:
-        self.call = None
-        self.cancelled += 1
+        (bell,) = self.bells
+        self.bells.clear()
+        bell.call()
 
 
 class Asked(Turn):
@@ -210,25 +221,34 @@ def test_a_timer_that_was_too_late_to_be_cancelled_is_no_reason_for_another(monk
     turns.leave(patient)
 
 
-def test_without_a_thread_for_one_deadline_others_are_watched() -> None:
-    line = CacheLine()
-    scheduled: list[float] = []
+def test_without_a_thread_for_one_deadline_others_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("attnserve._caching.turns.time.monotonic", lambda: now)
+    clock, line = Clock(), CacheLine()
+    unlucky_deadlines = [10.0, 20.0]
 
-    def later(delay: float, call: Callable[[], object]) -> Clock:
-        scheduled.append(delay)
-        if len(scheduled) == 1:
+    def later(delay: float, call: Callable[[], object]) -> Bell:
+        if now + delay in unlucky_deadlines:
             raise RuntimeError("can't start new thread")
-        return Clock()
+        return clock.later(delay, call)
 
     turns = Turns(later)
     turns.take(turn([line], True, bool))
-    now = time.monotonic()
-    unlucky, lucky = (turn([line], True, bool, deadline=now + seconds) for seconds in (10.0, 20.0))
-    with pytest.raises(RuntimeError):
-        turns.take(unlucky)
-    turns.leave(unlucky)
-    turns.take(lucky)
-    assert scheduled == pytest.approx([10.0, 20.0], abs=1.0)
+    expired: list[float] = []
+    for deadline in (15.0, 10.0, 20.0):
+        asked = Asked([line], True, deadline, bool, partial(expired.append, deadline))
+        if deadline == 10.0:
+            with pytest.raises(RuntimeError):
+                turns.take(asked)
+            turns.leave(asked)
+        else:
+            turns.take(asked)
+    assert clock.delays == [15.0], "which the one without a thread has not ended"
+    now = 15.0
+    clock.ring()
+    assert expired == [15.0], "although there is no thread for the next"
+    turns.take(Asked([line], True, 18.0, bool, partial(expired.append, 18.0)))
+    assert clock.delays == [15.0, 3.0]
 
 
 def test_what_an_interrupt_kept_from_beginning_begins_in_another_thread() -> None:

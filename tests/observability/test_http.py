@@ -297,16 +297,29 @@ async def test_a_name_that_is_not_known_is_an_error() -> None:
     assert caught.value.reason == caught.value.__cause__.strerror
 
 
-async def test_an_error_without_a_number_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of several addresses, none of which can be listened on, from Python 3.13 on."""
+class Deaf:
+    """What uvloop makes where it can listen on no address."""
 
-    async def start_server(*_: object, **__: object) -> asyncio.Server:
-        raise OSError("could not bind on any address")
+    def __init__(self, *sockets: None) -> None:
+        self.sockets = sockets
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("deaf", [Deaf(), Deaf(None)], ids=["no socket", "not listening"])
+async def test_that_no_address_can_be_listened_on_is_an_error(deaf: Deaf, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start_server(*_: object, **__: object) -> Deaf:
+        return deaf
 
     monkeypatch.setattr(asyncio, "start_server", start_server)
     server = HttpServer("127.0.0.1:0", new_metrics().registry, Health(), ANYBODY, None, Refusals())
-    with pytest.raises(ListenError, match=r"cannot listen on 127\.0\.0\.1:0: could not bind on any address$"):
+    with pytest.raises(
+        ListenError, match=r"cannot listen on 127\.0\.0\.1:0: none of its addresses can be listened on$"
+    ):
         await server.start()
+    assert deaf.closed
 
 
 async def test_a_gauge_that_cannot_be_read_is_a_500_and_no_more(

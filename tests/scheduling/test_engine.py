@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
+from typing import Any
 
 import messages
 import pytest
@@ -269,7 +270,23 @@ async def test_max_wait_waits_for_others() -> None:
     outcomes = await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(2)])
     assert device.sizes == [2]
     assert isinstance(outcomes[0], Outcome)
-    assert outcomes[0].phases.queue >= max_wait * 0.99
+    assert outcomes[0].phases.queue >= max_wait - 0.001, "the loop's clock has milliseconds"
+
+
+async def test_the_shortest_wait_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop rounds to whole milliseconds: half of one, or less, would be none."""
+    loop, waits = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def noted(delay: float, *call: Any) -> asyncio.TimerHandle:
+        waits.append(delay)
+        return call_later(delay, *call)
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    bench = Bench(HeldDevice(INLINE), max_wait=1e-4)
+    bench.submit(messages.random_attend(0))
+    assert waits == [0.001]
+    assert await bench.engine.drain(PATIENCE_S)
 
 
 async def test_a_full_batch_waits_for_nobody() -> None:

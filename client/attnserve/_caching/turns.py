@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Final, Protocol
@@ -170,9 +171,11 @@ class Turns:
     def _watch(self, deadline: float) -> None:
         """Schedules `_expire` at a deadline, unless it is due earlier. The lock must be held."""
         if deadline < self._due:
+            timer = self._later(
+                max(0.0, deadline - time.monotonic()), self._expire
+            )  # which may raise: the old one stays
             self._unwatch()
-            self._timer = self._later(max(0.0, deadline - time.monotonic()), self._expire)
-            self._due = deadline
+            self._timer, self._due = timer, deadline
 
     def _unwatch(self) -> None:
         """Schedules nothing any more. The lock must be held."""
@@ -187,6 +190,7 @@ class Turns:
             self._waiting.difference_update(expired)
             self._unwatch()  # a timer that was too late to be cancelled may call this, and there is another one
             if self._waiting:
-                self._watch(min(turn.deadline for turn in self._waiting))
+                with suppress(RuntimeError):  # there is no thread: who comes next watches for all
+                    self._watch(min(turn.deadline for turn in self._waiting))
         for turn in expired:
             turn.expire()

@@ -62,7 +62,7 @@ def assembled(
     pieces, size = _wire.join(request_type, header, [array.data for _, array in arrays])
     if size > _LONGEST:
         raise InvalidRequestError(
-            f"expected a request of at most {_LONGEST} bytes, which {_LIMIT} may be, found {size}", limit=_LIMIT
+            f"expected a request of at most {_LONGEST} bytes ({_LIMIT}), found {size}", limit=_LIMIT
         )
     return pieces, size
 

@@ -108,10 +108,12 @@ class CallFuture(Future[T], Generic[R, T]):
         if not cancelled:
             return False
         calls, self.calls, self.transport = self.calls, None, None
-        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for them
-            return True
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
+        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for them
+            if withdraw is not _withdrawn_already:
+                self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
+            return True
         try:
             self._give_up(withdraw, span, waits=False)
         except LockHeld:

@@ -1,8 +1,8 @@
 """The event loop of a server: uvloop's, with what a server wants to know of its loop.
 
 In: nothing. Out: a loop for `asyncio.Runner`. All requests are decoded and encoded on it, and small ones computed: once
-it is busy all of the time, further requests wait in their connections, where no queue sees them. Where connections
-cannot be accepted, because there are no file descriptors left, it says so in a line.
+it is busy all of the time, further requests wait in their connections, where no queue sees them. As long as connections
+cannot be accepted, because there are no file descriptors left, it says so in a line a second.
 
 gRPC's thread tells the loop of each event by a byte in a socket. The callback that gRPC adds for that socket handles
 all events there are, but reads one byte. When some 280 have not been read, gRPC's thread waits: then all connections,
@@ -62,8 +62,9 @@ class EventLoop(uvloop.Loop):
 
     def close(self) -> None:
         """Closes the loop, which then is busy no longer."""
-        self._closed_after = self.busy_seconds
+        busy = self.busy_seconds
         super().close()
+        self._closed_after = busy
 
     def add_reader(self, fd: int | HasFileno, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         """Has a callback called when there is something to read. If it is a socket, that is gRPC's: see above."""
@@ -111,11 +112,12 @@ class _Waits:
     _UV_METRICS_IDLE_TIME: Final = 1
 
     def __init__(self, loop: uvloop.Loop) -> None:
-        """Measures from now on; before the loop first runs."""
+        """Measures from now on; to be made before the loop first runs."""
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
         self._loop = pointer(libuv_get_loop_t_ptr(loop), None)
-        self._LIBUV.uv_loop_configure(ctypes.c_void_p(self._loop), self._UV_METRICS_IDLE_TIME)
+        if self._LIBUV.uv_loop_configure(ctypes.c_void_p(self._loop), self._UV_METRICS_IDLE_TIME):
+            raise OSError("libuv does not measure how long it waits")
 
     @property
     def seconds(self) -> float:

@@ -42,7 +42,7 @@ class _Answer(NamedTuple):
 
 
 def _words(error: OSError) -> str:
-    """Why an address cannot be listened on. asyncio puts the address, which the message has already, before the
+    """Why an address cannot be listened on. uvloop puts the address, which the message has already, before the
     system's words.
     """
     if error.errno is None or isinstance(error, socket.gaierror):  # whose numbers are others
@@ -91,7 +91,12 @@ class HttpServer:
             )
         except OSError as error:
             raise ListenError("http_listen", str(self._address), _words(error)) from error
-        host, port = self._server.sockets[0].getsockname()[:2]
+        # uvloop does not say that it could make no socket for an address, or not listen on it.
+        listening = [each for each in self._server.sockets if each is not None]
+        if not listening:
+            self._server.close()
+            raise ListenError("http_listen", str(self._address), "none of its addresses can be listened on")
+        host, port = listening[0].getsockname()[:2]
         return str(Address(host, port))
 
     async def stop(self) -> None:
@@ -99,12 +104,7 @@ class HttpServer:
         if self._server is None:
             return
         server, self._server = self._server, None
-        # asyncio loses a connection that it accepted before its server closed if it makes the transport only after
-        # that: so nothing more is accepted, and after one turn of the loop every accepted one has its transport.
-        for listening in server.sockets:
-            asyncio.get_running_loop().remove_reader(listening)
-        await asyncio.sleep(0)
-        server.close()
+        server.close()  # what has just been accepted comes to `_accept` all the same
         for connection in self._connections:
             connection.cancel()
         # Not `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, however long they take.

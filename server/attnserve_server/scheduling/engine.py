@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -238,7 +238,10 @@ class Engine:
             self._next_step.cancel()
         self._waits = wait > 0
         # Not at once, but once the loop has handed over what it has already received: that makes a batch.
-        self._next_step = self._loop.call_later(wait, self._step) if wait > 0 else self._loop.call_soon(self._step)
+        if wait > 0:  # the loop rounds to whole milliseconds, and what it rounds to 0 would not wait
+            self._next_step = self._loop.call_later(ceil(wait * 1e3) * 1e-3, self._step)
+        else:
+            self._next_step = self._loop.call_soon(self._step)
 
     def _has_room(self) -> bool:
         """Whether a busy device takes what waits."""
