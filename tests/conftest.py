@@ -161,7 +161,7 @@ def served(flags: Sequence[str], directory: Path) -> Iterator[Server]:
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The server's tests run on the server's own loop, those of its callers on asyncio's, as they mostly do."""
-    of_callers = item.path.parent.name in ("client", "integrations")
+    of_callers = item.path.parent.name in ("client", "integrations", "bench", "chaos")
     return {"asyncio": asyncio.new_event_loop} if of_callers else {"server": EventLoop}
 
 
