@@ -171,9 +171,8 @@ class Turns:
     def _watch(self, deadline: float) -> None:
         """Schedules `_expire` at a deadline, unless it is due earlier. The lock must be held."""
         if deadline < self._due:
-            timer = self._later(
-                max(0.0, deadline - time.monotonic()), self._expire
-            )  # which may raise: the old one stays
+            # This may raise: then the old timer stays.
+            timer = self._later(max(0.0, deadline - time.monotonic()), self._expire)
             self._unwatch()
             self._timer, self._due = timer, deadline
 
