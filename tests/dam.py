@@ -24,6 +24,8 @@ class Dam:
         self._flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
+        self._over = False
+        self._lock = threading.Lock()
         self._callers: set[socket.socket] = set()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
@@ -45,6 +47,10 @@ class Dam:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with self._lock:  # a caller may just have connected: what is not there yet is never taken
+            self._over = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or its thread would still take one more
         self._listener.close()
         self.open()
         for end in self._ends:
@@ -57,9 +63,14 @@ class Dam:
             while True:
                 caller, _ = self._listener.accept()
                 server = socket.socket()
+                with self._lock:
+                    if self._over:
+                        caller.close()
+                        server.close()
+                        return
+                    self._ends += [caller, server]
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK)  # or the system would hold megabytes
                 server.connect(self._server)
-                self._ends += [caller, server]
                 self._callers.add(caller)
                 for ends in ((caller, server), (server, caller)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
