@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from attnserve_server.caches import opening
 from attnserve_server.caches.opening import DEFAULT_CACHE_BYTES, open_caches
 from attnserve_server.devices import open_device
 from attnserve_server.host import control_groups
-from attnserve_server.host.memory import resident_bytes
 from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import ConfigError, StartError
 
@@ -59,14 +57,6 @@ def test_less_memory_than_requests_may_take_is_worth_a_warning(
 ) -> None:
     pool_bytes(Config(cache_bytes=GIB, max_bytes=max_bytes, max_message_bytes=1 << 20))
     assert ["beside caches of 1GiB there is 1GiB" in line for line in caplog.messages] == [True] * warns
-
-
-def test_what_the_process_holds_is_known(tmp_path: Path) -> None:
-    held = resident_bytes()
-    assert held > 20 << 20, "this one has torch"
-    more = bytearray(b"1" * (32 << 20))
-    assert resident_bytes() > held + len(more) // 2
-    assert resident_bytes(tmp_path / "missing") == 0
 
 
 @pytest.mark.parametrize(
