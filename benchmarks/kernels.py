@@ -86,7 +86,7 @@ def calls() -> list[tuple[str, AttentionCall]]:
     found = []
     for length in LENGTHS:
         query, key, value = torch.randn(3, 1, 8, length, 64)
-        found.append((f"{length:,} tokens, causal", AttentionCall(query, key, value, 0.125, causal=True)))
+        found.append((f"{length:,} tokens, causal", AttentionCall(query, key, value, 0.125, window=(-1, 0))))
     for keys, group in STEPS:
         query, (key, value) = torch.randn(1, 8 * group, 1, 64), torch.randn(2, 1, 8, keys, 64)
         heads = f", {8 * group} heads on 8" * (group > 1)

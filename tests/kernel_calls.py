@@ -29,6 +29,12 @@ def array(tensor: torch.Tensor) -> oracle.Array:
     return tensor.contiguous().numpy()
 
 
+def window_of(case: Case) -> tuple[int, int]:
+    """The window and the causal mask of a case, as kernels take them."""
+    left, right = case.options.get("window", (-1, -1))
+    return left, 0 if case.options.get("causal") else right
+
+
 def call_of(case: Case, **returned: Any) -> AttentionCall:
     """A case of rank 4, heads first, without lengths, as the kernels take it."""
     options, score = case.options, case.options.get("score")
@@ -57,8 +63,7 @@ def call_of(case: Case, **returned: Any) -> AttentionCall:
         score=kernel_score,
         softcap=options.get("softcap", 0.0),
         offset=offset,
-        causal=bool(options.get("causal", False)),
-        window=options.get("window", (-1, -1)),
+        window=window_of(case),
         mask=of_rank_4(tensor(options["mask"]) if "mask" in options else None),
         bias=of_rank_4(parameter("bias")),
         alibi_slopes=parameter("alibi_slopes"),

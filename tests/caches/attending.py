@@ -124,7 +124,7 @@ def query_of(case: Case, storage: str, pages: Sequence[int], **returned: Any) ->
     offset = call.offset
     if case.options.get("query_offset") is None and case.options.get("causal") == "bottom_right":
         offset = (case.key.shape[2] if kv_length is None else kv_length) - case.query.shape[2]
-    names = ("query", "scale", "score", "softcap", "causal", "window", "mask", "bias", "alibi_slopes", "sinks")
+    names = ("query", "scale", "score", "softcap", "window", "mask", "bias", "alibi_slopes", "sinks")
     return CacheQuery(
         **{name: getattr(call, name) for name in names},
         shape=shape_of(case, storage),

@@ -221,7 +221,7 @@ def test_which_rows_lack_keys(plan: Plan, seed: int) -> None:
     query = query_of(plan.case(seed), "float32", [])
     keys = query.length if query.kv_length is None else query.kv_length
     _, heads, length, _ = query.query.shape
-    reached = Band.of(length, keys, query.offset, query.causal, query.window).tensor(torch.device("cpu"))
+    reached = Band(length, keys, query.offset, *query.window).tensor(torch.device("cpu"))
     if query.mask is not None:
         reached = reached & query.mask.expand(1, heads, length, query.length)[..., :keys]
     expected = ~reached.any(-1)

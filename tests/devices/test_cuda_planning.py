@@ -330,15 +330,14 @@ def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     offset=st.integers(-12, 12),
-    causal=st.booleans(),
     window=st.tuples(st.integers(-1, 12), st.integers(-1, 12)),
     companion=st.integers(0, 5),
 )
 def test_bands_from_the_bottom_right(
-    lengths: tuple[int, int], offset: int, causal: bool, window: tuple[int, int], companion: int
+    lengths: tuple[int, int], offset: int, window: tuple[int, int], companion: int
 ) -> None:
     """However a band is described, kernels give the same result, also beside longer sequences."""
-    band, begin, end = Band.of(*lengths, offset, causal, window).narrowed()
+    band, begin, end = Band(*lengths, offset, *window).narrowed()
     found = band.from_bottom_right() if begin < end else None
     if found is None:
         return

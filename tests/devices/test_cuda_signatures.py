@@ -31,7 +31,7 @@ def test_ragged_kernels(kernel: RaggedKernel, group: int, longest: int, window: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 2)}, {"mask": True}, {"bias": True}])
+@pytest.mark.parametrize("options", [{}, {"window": (-1, 0)}, {"window": (2, 2)}, {"mask": True}, {"bias": True}])
 def test_equal_lengths(dtype: torch.dtype, group: int, options: dict[str, bool]) -> None:
     query = torch.empty(3, 2 * group, 5, 20, dtype=dtype, device=META)
     key, value = (torch.empty(3, 2, 7, width, dtype=dtype, device=META) for width in (20, 24))

@@ -106,7 +106,7 @@ def calls_of(count: int) -> list[AttentionCall]:
         query, key, value = (torch.randn(2, 1, 3, 4, generator=generator) for _ in range(3))
         if n % 2:
             value[1, 0, 2] = torch.nan
-        calls.append(AttentionCall(query, key, value, 0.5, causal=True, return_lse=True))
+        calls.append(AttentionCall(query, key, value, 0.5, window=(-1, 0), return_lse=True))
     return calls
 
 

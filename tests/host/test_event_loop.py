@@ -31,8 +31,8 @@ def test_waiting_is_not_working() -> None:
     loop = EventLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         waits = [runner.run(wait(0.05)) for _ in range(10)]
-    # A late wake-up may make a wait longer than 0.05 s, never shorter; a late beginning keeps the loop from waiting, but
-    # not each time.
+    # A late wake-up may make a wait longer than 0.05 s, never shorter; a late beginning keeps the loop from waiting,
+    # but not each time.
     assert all(busy >= 0 for _, busy in waits)
     assert min(busy - elapsed for elapsed, busy in waits) <= TOLERANCE_S - 0.05
 

@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from attnserve_server.kernels.band import Band
+from attnserve_server.requests.options import causal_window
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 
 SMALL = [
@@ -30,9 +31,9 @@ def reached(band: Band) -> list[set[int]]:
 
 
 def test_a_causal_mask_bounds_a_window_at_the_right() -> None:
-    assert Band.of(2, 3, 1, True, (-1, -1)) == Band(2, 3, 1, -1, 0)
-    assert Band.of(2, 3, 1, True, (1, 2)) == Band(2, 3, 1, 1, 0)
-    assert Band.of(2, 3, 1, False, (1, 2)) == Band(2, 3, 1, 1, 2)
+    assert causal_window(True, (-1, -1)) == (-1, 0)
+    assert causal_window(True, (1, 2)) == (1, 0)
+    assert causal_window(False, (1, 2)) == (1, 2)
 
 
 def test_what_each_query_reaches() -> None:

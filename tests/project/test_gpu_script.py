@@ -122,7 +122,7 @@ def test_the_tests_of_the_service_are_right_themselves() -> None:
         "-k",
         some,
     )
-    environment = {**os.environ, "GPU_TESTS_ON": "cpu"}
+    environment = {**os.environ, "GPU_TESTS_ON": "cpu", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout

@@ -28,7 +28,7 @@ def test_defaults() -> None:
     assert (problem.query_length, problem.kv_length) == (3, 4)
     assert (problem.head_dim, problem.key_dim, problem.value_dim) == (8, 8, 8)
     assert problem.scale == pytest.approx(8**-0.5, rel=1e-15)
-    assert (problem.softcap, problem.causal, problem.window) == (0.0, False, (-1, -1))
+    assert (problem.softcap, problem.window) == (0.0, (-1, -1))
     assert (problem.bottom_right, problem.needs_positions, problem.score) == (False, False, None)
     assert (problem.return_lse, problem.return_scores, problem.priority) == (False, None, 0)
     assert (problem.rank, problem.packed, problem.length_first) == (4, False, False)

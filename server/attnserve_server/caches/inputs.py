@@ -71,7 +71,6 @@ def read_queries(device: Device, request: CachedRequest, sequences: Sequence[int
             score=score,
             softcap=problem.softcap,
             offset=request.offsets[b],
-            causal=problem.causal,
             window=problem.window,
             mask=_of_sequence(mask, b, request.lengths[b]),
             bias=_of_sequence(bias, b, request.lengths[b]),

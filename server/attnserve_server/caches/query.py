@@ -55,7 +55,6 @@ class CacheQuery:
     score: GeneralScore | AdditiveScore | None = None
     softcap: float = 0.0
     offset: int = 0
-    causal: bool = False
     window: tuple[int, int] = (-1, -1)
     mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -73,7 +72,7 @@ class CacheQuery:
     @property
     def band(self) -> Band:
         """Which keys the queries reach by their positions."""
-        return Band.of(self.query.shape[2], self.keys, self.offset, self.causal, self.window)
+        return Band(self.query.shape[2], self.keys, self.offset, *self.window)
 
 
 class Job(NamedTuple):
@@ -193,7 +192,6 @@ class QueryAttention:
             score=query.score,
             softcap=query.softcap,
             offset=query.offset - part.begin,
-            causal=query.causal,
             window=query.window,
             mask=mask,
             bias=bias,

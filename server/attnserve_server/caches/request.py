@@ -138,7 +138,7 @@ class CachedRequest(CacheWork):
         if len(offsets) < len(lengths):
             offsets = [*offsets] * len(lengths)
         keys = pairs = whole = 0
-        queries, (left, right) = problem.query_length, problem.band
+        queries, (left, right) = problem.query_length, problem.window
         for length, kv_length, offset in zip(lengths, kept, offsets, strict=True):
             if offset is None:
                 offset = kv_length - queries if problem.bottom_right else 0

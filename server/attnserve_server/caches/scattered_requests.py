@@ -120,13 +120,13 @@ def _reaches(request: CachedRequest, pool: PagePool) -> list[Reach] | None:
     """The range of each sequence; None if one of them has none."""
     problem, reaches = request.problem, []
     per_page = pool.tokens_per_page(request.uses[0].cache.shape)
-    everything, longest = problem.window == (-1, -1), per_page * MAX_SEQUENCES
+    (left, right), longest = problem.window, per_page * MAX_SEQUENCES
     for use, keys, offset in zip(request.uses, request.kv_lengths, request.offsets, strict=True):
         pages = use.cache.table(use.layer).numbers
-        if everything and 0 < keys <= longest and (offset >= keys - 1 or not problem.causal):  # nearly always
+        if left < 0 and 0 < keys <= longest and (right < 0 or offset + right >= keys - 1):  # nearly always
             reaches.append(Reach(pages, 0, keys))
             continue
-        band = Band.of(problem.query_length, keys, offset, problem.causal, problem.window)
+        band = Band(problem.query_length, keys, offset, left, right)
         own = reach(pages, per_page, band)
         if own is None:
             return None

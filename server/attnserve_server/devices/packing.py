@@ -136,7 +136,7 @@ def _windows(request: Request, kernel: RaggedKernel) -> list[tuple[Window, int, 
         if not span.query_length:
             found.append(((-1, -1), 0, 0))
             continue
-        band = Band.of(span.query_length, span.kv_length, span.offset, problem.causal, problem.window)
+        band = Band(span.query_length, span.kv_length, span.offset, *problem.window)
         band, begin, end = band.narrowed()
         window = kernel.window(band) if begin < end else None
         if window is None:

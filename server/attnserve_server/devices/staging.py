@@ -109,7 +109,6 @@ class Stager:
                     score=score,
                     softcap=problem.softcap,
                     offset=span.offset,
-                    causal=problem.causal,
                     window=problem.window,
                     mask=_cut(span_mask, slice(span.first, span.first + count), *bounds),
                     bias=_cut(bias, slice(span.first, span.first + count), *bounds),

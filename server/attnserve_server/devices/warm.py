@@ -59,7 +59,7 @@ def warm_calls(device: torch.device) -> list[AttentionCall]:
         calls += [
             AttentionCall(query, query, query, 0.125, mask=bias == 0),
             AttentionCall(query, query, query, 0.125, bias=bias, return_lse=True),
-            AttentionCall(query, query, query, 0.125, causal=True, softcap=1.0, return_scores="weights"),
+            AttentionCall(query, query, query, 0.125, window=(-1, 0), softcap=1.0, return_scores="weights"),
         ]
     return calls
 

@@ -21,12 +21,6 @@ class Band:
     left: int
     right: int
 
-    @staticmethod
-    def of(query_length: int, kv_length: int, offset: int, causal: bool, window: tuple[int, int]) -> Band:
-        """The band of a causal mask and a window together."""
-        left, right = window
-        return Band(query_length, kv_length, offset, left, 0 if causal else right)
-
     def begin(self, query: int) -> int:
         """The first key that a query reaches, if it reaches any."""
         return max(0, self.offset + query - self.left) if self.left >= 0 else 0

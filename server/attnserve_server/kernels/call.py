@@ -57,7 +57,8 @@ class AttentionCall:
     """Attention of N sequences that have everything in common but their elements.
 
     query [N, Hq, Lq, D], key [N, Hk, S, Dk], value [N, Hk, S, Dv]; Hq a multiple of Hk. `score` None is the dot
-    product. Query i has position `offset + i`. `window` is (left, right), -1 open. `mask` (bool) and `bias` (of the
+    product. Query i has position `offset + i`. `window` is (left, right), -1 open: (-1, 0) is a causal
+    mask. `mask` (bool) and `bias` (of the
     accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and `sinks` [Hq] are of the
     accumulation dtype. The shapes are not checked here: they were when the request came in.
 
@@ -72,7 +73,6 @@ class AttentionCall:
     score: GeneralScore | AdditiveScore | None = None
     softcap: float = 0.0
     offset: int = 0
-    causal: bool = False
     window: tuple[int, int] = (-1, -1)
     mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class AttentionCall:
     @property
     def band(self) -> Band:
         """Which keys the queries reach by their positions."""
-        return Band.of(self.query.shape[2], self.key.shape[2], self.offset, self.causal, self.window)
+        return Band(self.query.shape[2], self.key.shape[2], self.offset, *self.window)
 
     def sequences(self, start: int, stop: int) -> AttentionCall:
         """The call for some of the sequences."""

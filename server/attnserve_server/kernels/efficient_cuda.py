@@ -90,7 +90,7 @@ def _copied_bytes(call: AttentionCall) -> int:
     (_, query_heads, query_length, _), (_, heads, length, width) = call.query.shape, call.key.shape
     in_parts = call.query.dtype == torch.float32
     converted = call.mask is not None or call.bias is not None or call.alibi_slopes is not None
-    plain = not (converted or call.causal or call.window != (-1, -1))
+    plain = not (converted or call.window != (-1, -1))
     repeated = query_heads > heads and query_length > 1 and not plain
     if not (in_parts or converted or repeated):
         return 0

@@ -48,11 +48,10 @@ def kinds_of(
     `own_keys`: the keys are the inputs, even if there is a context, and both are at the same positions.
     """
     options = request.options
-    causal = causal if options.causal is None else options.causal
-    window = window if options.window is None else options.window
+    window = options.within(causal, window)
     kv_lengths = request.lengths if own_keys or request.context_lengths is None else request.context_lengths
     offsets = None if own_keys else request.offsets
-    positioned = causal or window != (-1, -1) or alibi
+    positioned = window != (-1, -1) or alibi
     mask, bias = _broadcast_axes(request.mask), _broadcast_axes(request.bias)
     kinds = []
     for n, (length, kv_length) in enumerate(zip(request.lengths, kv_lengths, strict=True)):
@@ -60,9 +59,7 @@ def kinds_of(
         if positioned and not own_keys:
             offset = offsets[n] if offsets is not None else (kv_length - length if options.bottom_right else 0)
         kinds.append(
-            SequenceKind(
-                length, kv_length, offset, causal, window, options.return_lse, options.return_scores, mask, bias
-            )
+            SequenceKind(length, kv_length, offset, window, options.return_lse, options.return_scores, mask, bias)
         )
     return kinds
 
@@ -89,7 +86,6 @@ def attend_stacks(
             score=scoring.score,
             softcap=scoring.softcap,
             offset=stack.kind.offset,
-            causal=stack.kind.causal,
             window=stack.kind.window,
             mask=stack.mask,
             bias=stack.bias,

@@ -28,6 +28,7 @@ from attnserve_server.native.calls import shape_of
 from attnserve_server.native.decoders import Decoder, Step
 from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes, not_finite
 from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
+from attnserve_server.requests.options import causal_window
 
 Stepped: TypeAlias = tuple[int, int, Resident]
 """Where its rows begin, how many there are, at least one, and its cache."""
@@ -50,7 +51,7 @@ class DecoderSteps:
     ) -> None:
         """`attention` is that of any block: they differ in their weights only."""
         self._compute, self._decoder, self._attention = compute, decoder, attention
-        self._window, self._dtype = window, dtype
+        self._window, self._dtype = causal_window(True, window), dtype
         self._shape = lru_cache(REMEMBERED_SHAPES)(self._shape_of)
         projection, _ = attention.entrance(crossed=False)
         itemsize = dtype.itemsize
@@ -185,7 +186,6 @@ class DecoderSteps:
             length=0,
             scale=attention.scoring.scale,
             softcap=attention.scoring.softcap,
-            causal=True,
             window=self._window,
         )
         packed = shape_of(

@@ -112,9 +112,7 @@ class Direct:
         ):
             return None
         architecture = self._architecture
-        causal = architecture.causal if options.causal is None else options.causal
-        left, right = architecture.window if options.window is None else options.window
-        within = left, 0 if causal else right
+        within = options.within(architecture.causal, architecture.window)
         pieces = np.ones((len(lengths), 4), np.int64)
         rows = pieces[:, 2] = lengths
         if application.batched:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnserve_server.requests.options import ScoreStage
+from attnserve_server.requests.options import ScoreStage, causal_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +22,9 @@ class LayerOptions:
     return_lse: bool = False
     return_scores: ScoreStage | None = None
     average_scores: bool = False
+
+    def within(self, causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+        """The window in which queries find their keys, in a layer that is causal or not and has a window of its own."""
+        return causal_window(
+            causal if self.causal is None else self.causal, window if self.window is None else self.window
+        )

@@ -17,6 +17,7 @@ from attnserve_server.caches.shape import CacheShape
 from attnserve_server.devices.compute import Compute
 from attnserve_server.layers.attend import Scoring
 from attnserve_server.layers.rows import Batch
+from attnserve_server.requests.options import causal_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class ResidentAttention:
     def __init__(
         self, compute: Compute, batch: Batch, residents: Residents, scoring: Scoring, window: tuple[int, int]
     ) -> None:
-        self._compute, self._pool, self._scoring, self._window = compute, residents.pool, scoring, window
+        self._compute, self._pool = compute, residents.pool
+        self._scoring, self._window = scoring, causal_window(True, window)
         packing = batch.inputs
         found = zip(packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True)
         self._sequences = [(start, length, resident) for start, length, resident in found if length]
@@ -101,7 +103,6 @@ class ResidentAttention:
             score=self._scoring.score,
             softcap=self._scoring.softcap,
             offset=resident.length - length,
-            causal=True,
             window=self._window,
             mask=resident.mask,
             alibi_slopes=self._scoring.alibi_slopes,

@@ -32,7 +32,6 @@ class SequenceKind(NamedTuple):
     query_length: int
     kv_length: int
     offset: int
-    causal: bool
     window: tuple[int, int]
     return_lse: bool
     return_scores: ScoreStage | None

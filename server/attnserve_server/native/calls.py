@@ -39,9 +39,6 @@ class Options(Protocol):
     def softcap(self) -> float: ...
 
     @property
-    def causal(self) -> bool: ...
-
-    @property
     def window(self) -> tuple[int, int]: ...
 
 
@@ -133,7 +130,7 @@ def shape_of(
         mask=(0, 0, 0) if mask is None else mask.stride()[1:],
         bias=(0, 0, 0) if bias is None else bias.stride()[1:],
         left=call.window[0],
-        right=0 if call.causal else call.window[1],
+        right=call.window[1],
         scale=call.scale,
         softcap=call.softcap,
     ).packed()

@@ -65,7 +65,7 @@ def shape_of(problem: Problem, query_length: int, keys: Keys) -> bytes:
         mask=broadcast_strides(problem, "mask")[1:],
         bias=broadcast_strides(problem, "bias")[1:],
         left=problem.window[0],
-        right=0 if problem.causal else problem.window[1],
+        right=problem.window[1],
         scale=problem.scale,
         softcap=problem.softcap,
     ).packed()

@@ -128,7 +128,7 @@ def reply_bytes(problem: Problem, rows: int, longest_kv: int) -> int:
 
 def _band(problem: Problem, span: Span) -> tuple[int, int, int, int, int]:
     """What a sequence's queries reach, as `positions` has it."""
-    return span.query_length, span.kv_length, span.offset, *problem.band
+    return span.query_length, span.kv_length, span.offset, *problem.window
 
 
 def _check_lengths(problem: Problem, query_lengths: tuple[int, ...] | None, kv_lengths: tuple[int, ...] | None) -> None:

@@ -39,6 +39,12 @@ def window_of(message: Message) -> tuple[int, int]:
     return left, right
 
 
+def causal_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """The window in which a causal mask, if there is one, and a window leave keys."""
+    left, right = window
+    return left, 0 if causal else right
+
+
 def is_bottom_right(message: Message) -> bool:
     """Whether the last query is aligned with the last key."""
     if message.alignment not in pb.Alignment.values():

@@ -20,7 +20,14 @@ from attnserve import _dtypes
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.errors import InvalidRequest, Malformed
 from attnserve_server.requests.axes import Axes, KeyShape, axes_of, batch_of_packed, check_ranks, nothing_appended
-from attnserve_server.requests.options import ScoreStage, is_bottom_right, priority_of, score_stage_of, window_of
+from attnserve_server.requests.options import (
+    ScoreStage,
+    causal_window,
+    is_bottom_right,
+    priority_of,
+    score_stage_of,
+    window_of,
+)
 from attnserve_server.requests.tensors import (
     TensorSpec,
     check_masks,
@@ -56,6 +63,7 @@ class Problem:
     """What to compute, except the contents of the tensors. Compared by identity: it is the key of what is remembered
     for it, and equal headers share one.
 
+    `window` is (left, right), -1 being no bound; a causal mask is a window whose right is 0.
     `query_length` and `kv_length` are the totals if `packed`. `tensors` has an entry for each tensor that is given:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
     the score by their paths. `group` is equal for problems that differ only in lengths and layouts: ragged kernels
@@ -78,7 +86,6 @@ class Problem:
     value_dim: int
     scale: float
     softcap: float
-    causal: bool
     bottom_right: bool
     window: tuple[int, int]
     score: str | None
@@ -102,12 +109,7 @@ class Problem:
     @property
     def has_band(self) -> bool:
         """Whether a query's position excludes keys: causal masks and windows do."""
-        return self.causal or self.window != (-1, -1)
-
-    @property
-    def band(self) -> tuple[int, int]:
-        """How far a query reaches to the left and to the right, by its window and a causal mask together."""
-        return self.window[0], 0 if self.causal else self.window[1]
+        return self.window != (-1, -1)
 
     @property
     def stackable(self) -> bool:
@@ -216,10 +218,10 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
     bottom_right = is_bottom_right(message)
     return_scores = score_stage_of(message)
     priority = priority_of(message)
-    window = window_of(message)
+    window = causal_window(message.causal, window_of(message))
     hides = "alibi_slopes" in tensors and not tensors.keys().isdisjoint(("mask", "bias"))
     one_by_one = score is not None or message.softcap > 0 or return_scores is not None or hides
-    options = (message.causal, window, scale, message.softcap, score, message.return_lse, return_scores)
+    options = (window, scale, message.softcap, score, message.return_lse, return_scores)
     optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
     return Problem(
         tensors=tensors,
@@ -230,7 +232,6 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         **axes._asdict(),
         scale=scale,
         softcap=message.softcap,
-        causal=message.causal,
         bottom_right=bottom_right or (resident is not None and message.alignment == pb.ALIGNMENT_UNSPECIFIED),
         window=window,
         score=score,
