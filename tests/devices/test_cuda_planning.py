@@ -362,7 +362,7 @@ def test_alignments_that_serving_needs_are_found() -> None:
         ((3, 9), 1, (2, 2), (4, 0)),
         ((7, 7), 0, (2, 2), (2, 2)),
     ]:
-        band = Band.of(*lengths, offset, False, window).narrowed()[0]
+        band = Band(*lengths, offset, *window).narrowed()[0]
         assert band.from_bottom_right() == expected, (lengths, offset, window)
 
 

@@ -18,8 +18,8 @@ from limits import LIMITS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
-from attnserve_server.requests.factors import MAX_FACTOR
 from attnserve_server.requests.request import Request
+from attnserve_server.requests.scores import MAX_FACTOR
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 

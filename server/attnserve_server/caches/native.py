@@ -48,12 +48,10 @@ def _applies(query: CacheQuery) -> bool:
     """Whether the native kernel computes a query."""
     tensor = query.query
     return (
-        computes(
-            widest=max(query.shape.head_dim, query.shape.value_dim),
-            score=query.score,
-            return_scores=query.return_scores,
-            scale=query.scale,
-            softcap=query.softcap,
+        query.return_scores is None
+        and computes(
+            query,
+            max(query.shape.head_dim, query.shape.value_dim),
             hides=query.mask is not None or query.bias is not None,
             alibi=query.alibi_slopes is not None,
         )

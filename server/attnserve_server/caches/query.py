@@ -29,9 +29,9 @@ from attnserve_server.kernels import (
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.finite import surely_finite
-from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.written_out import needs_float64, stay_in_float32
+from attnserve_server.kernels.written_out import stay_in_float32
 from attnserve_server.requests.options import ScoreStage
+from attnserve_server.requests.scores import is_fusable, needs_float64
 
 FEW_QUERIES: Final = 16
 """More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
@@ -117,7 +117,7 @@ class QueryAttention:
         if device.type == "cpu":
             # Half precision is no faster here, and this way partial results are not rounded before they are merged.
             dtype = torch.promote_types(dtype, torch.float32)
-        if needs_float64(query.scale, query.softcap):
+        if needs_float64(query):
             dtype = torch.float64  # lses that are infinite cannot be merged
         # Scores before masking exist for keys that `kv_length` excludes, too.
         keys = query.length if query.return_scores in ("raw", "capped") else query.keys

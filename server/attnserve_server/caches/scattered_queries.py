@@ -15,8 +15,7 @@ from attnserve_server.caches.scattered import Attended, Reach, attend_ranges, co
 from attnserve_server.devices.compute import Scattering
 from attnserve_server.kernels import AttentionResult, varlen_cuda
 from attnserve_server.kernels.bias import add_sinks
-from attnserve_server.kernels.fused import is_fusable
-from attnserve_server.kernels.written_out import needs_float64
+from attnserve_server.requests.scores import is_fusable
 
 
 def attend_alike(queries: Sequence[CacheQuery], pool: PagePool, device: Scattering) -> list[AttentionResult | None]:
@@ -59,7 +58,7 @@ def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
         return None
     if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
         return None
-    if needs_float64(query.scale, query.softcap) or not computes(query.shape, query.query.dtype, heads, length, pool):
+    if not computes(query.shape, query.query.dtype, heads, length, pool):
         return None
     return reach(query.pages, pool.tokens_per_page(query.shape), query.band)
 

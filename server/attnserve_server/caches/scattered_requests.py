@@ -19,9 +19,8 @@ from attnserve_server.caches.scattered_queries import with_sinks
 from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH, sinks_of
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.ragged import MAX_SEQUENCES
-from attnserve_server.kernels.written_out import needs_float64
+from attnserve_server.requests.scores import is_fusable
 from attnserve_server.requests.work import RequestResult
 
 if TYPE_CHECKING:
@@ -110,8 +109,6 @@ def alike(batch: Sequence[CachedRequest], pool: PagePool) -> list[AlikeRequests]
 
 def _is_plain(problem: Problem, shape: CacheShape, pool: PagePool) -> bool:
     if not is_fusable(problem) or problem.tensors.keys() & {"mask", "bias", "alibi_slopes"}:
-        return False
-    if needs_float64(problem.scale, problem.softcap):
         return False
     return computes(shape, TORCH[problem.dtype], problem.query_heads, problem.query_length, pool)
 

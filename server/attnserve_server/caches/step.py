@@ -27,7 +27,6 @@ from attnserve_server.kernels.bias import add_sinks, alibi
 from attnserve_server.kernels.finite import surely_finite
 from attnserve_server.kernels.flash_cpu import ROW_ELEMENTS
 from attnserve_server.kernels.table import CPU_PAGES
-from attnserve_server.kernels.written_out import needs_float64
 
 PIECE_BYTES: Final = 1 << 24
 """How many bytes of pages one computation covers: the next one over these finds them in the processor's cache."""
@@ -56,7 +55,7 @@ class Step:
         per_page = pool.tokens_per_page(shape)
         if per_page % TOKEN_MULTIPLE or shape.head_dim % ROW_ELEMENTS or shape.value_dim % ROW_ELEMENTS:
             return None
-        if not has_few_queries(query, per_page) or needs_float64(query.scale, query.softcap):
+        if not has_few_queries(query, per_page):
             return None
         band = query.band
         begin, end = band.reach()

@@ -8,11 +8,10 @@ from typing import Final, NamedTuple
 
 from attnserve_server.devices.staging import TORCH
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.ragged import MAX_SEQUENCES, RaggedKernel
-from attnserve_server.kernels.written_out import needs_float64
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.request import Request
+from attnserve_server.requests.scores import is_fusable
 
 CALL_BYTES: Final = 1 << 28
 """Calls of more bytes of inputs are divided, if they have several pieces: one is copied while another computes."""
@@ -122,8 +121,6 @@ def _kernel(problem: Problem, kernels: Sequence[RaggedKernel]) -> RaggedKernel |
     if not is_fusable(problem):
         return None
     if problem.tensors.keys() & {"mask", "bias", "alibi_slopes"} or problem.query_heads > MAX_SEQUENCES:
-        return None
-    if needs_float64(problem.scale, problem.softcap):
         return None
     dtype, width = TORCH[problem.dtype], max(problem.head_dim, problem.value_dim)
     return next((kernel for kernel in kernels if dtype in kernel.dtypes and width <= kernel.max_width), None)

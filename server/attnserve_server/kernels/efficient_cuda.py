@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import torch
 
-from attnserve_server.kernels import written_out
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult
-from attnserve_server.kernels.fused import is_fusable
 from attnserve_server.kernels.ragged import (
     MAX_SEQUENCES,
     RaggedCall,
@@ -34,6 +32,7 @@ from attnserve_server.kernels.ragged import (
     begins_aligned,
     padded,
 )
+from attnserve_server.requests.scores import is_fusable
 
 NAME = "cuda_efficient"
 ROW_ELEMENTS = 8
@@ -56,7 +55,7 @@ def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call of tensors on a CUDA device."""
     if call.query.dtype == torch.float64 or not is_fusable(call):
         return False
-    if call.query.shape[1] > MAX_SEQUENCES or written_out.needs_float64(call.scale, call.softcap):
+    if call.query.shape[1] > MAX_SEQUENCES:
         return False
     if max(call.query.shape[-1], call.value.shape[-1]) > _max_width(call.query.dtype):
         return False

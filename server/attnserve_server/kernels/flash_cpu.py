@@ -29,7 +29,7 @@ from attnserve_server.kernels import written_out
 from attnserve_server.kernels.bias import add_sinks, added, exclusion, nothing_to_attend, positive_scale
 from attnserve_server.kernels.call import AttentionCall, AttentionResult, accumulation_dtype
 from attnserve_server.kernels.finite import surely_finite
-from attnserve_server.kernels.fused import is_fusable
+from attnserve_server.requests.scores import is_fusable
 
 NAME = "cpu_flash"
 ROW_ELEMENTS = 16
@@ -56,7 +56,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 def applies(call: AttentionCall) -> bool:
     """Whether this kernel can compute a call."""
-    if call.query.device.type != "cpu" or not is_fusable(call) or written_out.needs_float64(call.scale, call.softcap):
+    if call.query.device.type != "cpu" or not is_fusable(call):
         return False
     # These may leave only distant keys, whose large ALiBi biases cost float32 its precision.
     return call.alibi_slopes is None or (call.mask is None and call.bias is None)

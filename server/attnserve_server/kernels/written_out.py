@@ -24,7 +24,7 @@ from attnserve_server.kernels.call import (
     accumulation_dtype,
     part_of,
 )
-from attnserve_server.requests.factors import MAX_FACTOR
+from attnserve_server.requests.scores import needs_float64
 
 NAME = "math"
 BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -104,11 +104,6 @@ def first_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
     return accumulation_dtype(query.dtype)
 
 
-def needs_float64(scale: float, softcap: float) -> bool:
-    """Whether these may take scores beyond the range of float32, whatever the queries and keys."""
-    return max(abs(scale), softcap) > MAX_FACTOR or 0 < softcap < 1 / MAX_FACTOR
-
-
 def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> bool:
     """Whether the scores of queries [..., D] and keys [..., D] are certain not to overflow; not where any is NaN."""
     largest = [tensor.abs().amax().item() if tensor.numel() else 0.0 for tensor in (query, key)]
@@ -117,7 +112,7 @@ def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> boo
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
     """The dtype to compute a call in, at first."""
-    if needs_float64(call.scale, call.softcap):
+    if needs_float64(call):
         return torch.float64
     return first_dtype(call.query, call.score is not None)
 

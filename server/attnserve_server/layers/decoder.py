@@ -72,16 +72,7 @@ class DecoderSteps:
         if compute.native is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
             return None
         scoring = attentions[0].scoring
-        there = computes(
-            widest=attentions[0].widest,
-            score=None,
-            return_scores=None,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            hides=False,
-            alibi=scoring.alibi_slopes is not None,
-        )
-        if not there:
+        if not computes(scoring, attentions[0].widest, hides=False, alibi=scoring.alibi_slopes is not None):
             return None
         return DecoderSteps(compute.native, Decoder(packed), attentions[0], window, dtype)
 

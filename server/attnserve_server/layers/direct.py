@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from attnserve._wire import Payloads
@@ -27,6 +26,9 @@ from attnserve_server.native.multi_head import PIECE, packed_layer
 from attnserve_server.native.payloads import address, memory_of
 from attnserve_server.native.products import PackedWeight
 from attnserve_server.requests.work import RequestResult
+
+if TYPE_CHECKING:
+    from attnserve_server.layers.attend import Scoring
 
 MOST_VARIANTS: Final = 64
 """How many combinations of masking that requests ask for are remembered."""
@@ -65,36 +67,28 @@ class Plan:
         object.__setattr__(self, "first", tuple(self.pieces[0].tolist()) if len(self.pieces) == 1 else ())
 
 
-def direct_of(architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> Direct | None:
+def direct_of(architecture: Attention, weights: Weights, scoring: Scoring) -> Direct | None:
     """The layer, if the library supports it: rows and outputs must be as wide as their weights, which may have been
     padded.
     """
     project, output, heads_width = weights.project, weights.output, architecture.heads * architecture.value_dim
-    there = computes(
-        widest=max(architecture.head_dim, architecture.value_dim),
-        score=None,
-        return_scores=None,
-        scale=scale,
-        softcap=architecture.softcap,
-        hides=False,
-        alibi=slopes is not None,
-    )
+    widest = max(architecture.head_dim, architecture.value_dim)
+    there = computes(scoring, widest, hides=False, alibi=scoring.alibi_slopes is not None)
     if not there or project.inputs != architecture.inputs:
         return None
     if output is not None and (output.inputs, output.outputs) != (heads_width, architecture.outputs):
         return None
-    return Direct(architecture, weights, scale, slopes)
+    return Direct(architecture, weights, scoring)
 
 
 class Direct:
     """A multi-head layer on the native kernel."""
 
-    def __init__(self, architecture: Attention, weights: Weights, scale: float, slopes: torch.Tensor | None) -> None:
+    def __init__(self, architecture: Attention, weights: Weights, scoring: Scoring) -> None:
         self._architecture = architecture
         self._weights = weights
         self._dtype = weights.project.dtype
-        self._scale = scale
-        self._slopes = slopes
+        self._scoring = scoring
         self._variants: dict[tuple[int, int], bytes] = {}
 
     def plan(self, application: Application, lengths: Sequence[int]) -> Plan | None:
@@ -158,11 +152,11 @@ class Direct:
             bias=(0, 0, 0),
             left=within[0],
             right=within[1],
-            scale=self._scale,
-            softcap=own.softcap,
+            scale=self._scoring.scale,
+            softcap=self._scoring.softcap,
         )
-        slopes = 0 if self._slopes is None else self._slopes.data_ptr()
-        call = pack((0, 0, 0, 0, 0, 0, 0, slopes, 0), shape.packed())
+        slopes = self._scoring.alibi_slopes
+        call = pack((0, 0, 0, 0, 0, 0, 0, 0 if slopes is None else slopes.data_ptr(), 0), shape.packed())
         found = packed_layer(project, columns, output, call)
         if len(self._variants) >= MOST_VARIANTS:
             self._variants.clear()

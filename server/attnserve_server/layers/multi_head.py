@@ -102,7 +102,7 @@ class MultiHead:
         weights = Weights(
             project.weight, (query.start, key.start, value.start), None if output is None else output.weight
         )
-        return direct_of(self._specification, weights, self.scoring.scale, self.scoring.alibi_slopes)
+        return direct_of(self._specification, weights, self.scoring)
 
     def entrance(self, crossed: bool) -> tuple[Projection, tuple[Turning | None, Turning | None]]:
         """What `project` computes, or if `crossed`, `project_queries`: a projection, and how queries and keys are

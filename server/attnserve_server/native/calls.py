@@ -46,12 +46,10 @@ def applies(call: AttentionCall) -> bool:
     """Whether the native kernel computes a call."""
     tensors = call.query, call.key, call.value
     return (
-        computes(
-            widest=max(call.query.shape[3], call.value.shape[3]),
-            score=call.score,
-            return_scores=call.return_scores,
-            scale=call.scale,
-            softcap=call.softcap,
+        call.return_scores is None
+        and computes(
+            call,
+            max(call.query.shape[3], call.value.shape[3]),
             hides=call.mask is not None or call.bias is not None,
             alibi=call.alibi_slopes is not None,
         )

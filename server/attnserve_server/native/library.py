@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from attnserve_server.native import sources
-from attnserve_server.requests.factors import MAX_FACTOR
+from attnserve_server.requests.scores import MAX_FACTOR, Scored
 
 PATH: Final = Path(__file__).with_name("attention.so")
 """Where the package build puts the library."""
@@ -111,16 +111,14 @@ class Shape(NamedTuple):
         )
 
 
-def computes(
-    *, widest: int, score: object, return_scores: object, scale: float, softcap: float, hides: bool, alibi: bool
-) -> bool:
-    """Whether the kernel supports what a call asks for: heads of this width, no learned score, no scores to return, and
-    numbers that keep scores within float32. `hides`: keys may be hidden by a mask, or a bias.
+def computes(scored: Scored, widest: int, *, hides: bool, alibi: bool) -> bool:
+    """Whether the kernel supports heads of this width with these scores, unless they are to be returned: not learned,
+    and by numbers that keep them within float32. `hides`: keys may be hidden by a mask, or a bias.
     """
-    if widest > MAX_WIDTH or score is not None or return_scores is not None:
+    if widest > MAX_WIDTH or scored.score is not None:
         return False
     # Where only distant keys are left, their ALiBi biases are so large that float32 loses its precision.
-    return max(abs(scale), softcap) <= MAX_FACTOR and not (hides and alibi)
+    return max(abs(scored.scale), scored.softcap) <= MAX_FACTOR and not (hides and alibi)
 
 
 def pack(addresses: Addresses, shape: bytes, shared: int = 0) -> bytes:

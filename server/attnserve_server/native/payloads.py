@@ -32,14 +32,11 @@ address_of_bytes.argtypes, address_of_bytes.restype = [ctypes.py_object], ctypes
 
 def applies(problem: Problem) -> bool:
     """Whether the native kernel computes such requests."""
-    return problem.dtype in NATIVE_FROM_WIRE and computes(
-        widest=max(problem.head_dim, problem.value_dim),
-        score=problem.score,
-        return_scores=problem.return_scores,
-        scale=problem.scale,
-        softcap=problem.softcap,
-        hides=not problem.tensors.keys().isdisjoint(("mask", "bias")),
-        alibi="alibi_slopes" in problem.tensors,
+    if problem.dtype not in NATIVE_FROM_WIRE or problem.return_scores is not None:
+        return False
+    hides = not problem.tensors.keys().isdisjoint(("mask", "bias"))
+    return computes(
+        problem, max(problem.head_dim, problem.value_dim), hides=hides, alibi="alibi_slopes" in problem.tensors
     )
 
 
