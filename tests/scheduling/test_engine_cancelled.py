@@ -8,6 +8,7 @@ from time import perf_counter
 import messages
 import pytest
 from engine_bench import BESIDE, INLINE, Bench, HeldDevice, hold, torch_threads
+from pair_bench import Asked, PairBench
 from rpcs import rpcs_of
 
 from attnserve_server.access.callers import anybody
@@ -67,6 +68,19 @@ async def test_who_is_cancelled_later_leaves_at_once_too() -> None:
         assert [type(reply) for reply in bench.replies[gone[-1]]] == [Cancelled]
     device.may_run.set()
     await bench.outcomes([first, *gone])
+
+
+async def test_all_who_wait_in_line_leave_at_once() -> None:
+    """Also the one whose turn it is once the one before it has left."""
+    bench = PairBench(max_batch_requests=1)
+    await bench.given(Asked(1))
+    await bench.given(Asked(1))
+    line = bench.submit(*(Asked(1, needs=("cache",)) for _ in range(4)))
+    bench.engine.cancel(line)
+    await asyncio.sleep(0)
+    assert [type(reply) for entry in line for reply in bench.replies[entry]] == [Cancelled] * 4
+    assert (bench.queue.requests, bench.engine.waiting_for_turns, bench.admission.requests) == (0, 0, 2)
+    await bench.finish()
 
 
 async def test_what_was_answered_can_be_cancelled_without_harm() -> None:

@@ -133,8 +133,9 @@ class PendingRequests:
     def drop_cancelled(self) -> None:
         """Replies to cancelled entries that have not run yet."""
         cancelled, self._cancelled = self._cancelled, []
-        for entries in (self._queue.drop_cancelled(), filter(self._turns.waits, cancelled)):
-            self._drop(entries, "cancelled", Cancelled)
+        # Those that wait for turns before those in the queue, whom it would otherwise let into that.
+        self._drop(filter(self._turns.waits, cancelled), "cancelled", Cancelled)
+        self._drop(self._queue.drop_cancelled(), "cancelled", Cancelled)
 
     def begin(self, batch: Batch[Entry]) -> None:
         """Calls `begin` of a batch's requests, whose turn it is, and replies to all that will not run, because nobody
