@@ -8,7 +8,6 @@ is encoded once and cached, so that asking again for the same layer, shapes and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final, Generic, TypedDict, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from attnserve._requests import arrays as _arrays
 from attnserve._requests import call as _call
 from attnserve._requests.arguments import ArrayLike, ArrayOf, ArrayT, Causal, KindT, Scores
 from attnserve._requests.arrays import Array
-from attnserve._requests.call import EncodedCall, Tensors
+from attnserve._requests.call import EncodedCall
 from attnserve._requests.operation import APPLY
 from attnserve._requests.reply import Response
 from attnserve._requests.result import LayerResult
@@ -106,15 +105,19 @@ def encode_apply(
         if integers is not None:
             arrays.append((field, _arrays.integers(field, integers)))
 
-    header = _header(
+    layer = arguments.text("layer", layer)
+    causal_mask, alignment = arguments.choice("causal", _RESIDENT_ALIGNMENTS if resident else _ALIGNMENTS, causal)
+    header = _call.header(
+        pb.ApplyRequest,
         _call.tensors(arrays),
-        arguments.text("layer", layer),
-        arguments.choice("causal", _RESIDENT_ALIGNMENTS if resident else _ALIGNMENTS, causal),
-        arguments.window(window),
-        return_lse,
-        arguments.choice("return_scores", arguments.STAGES, return_scores),
-        arguments.flag("average_scores", average_scores),
-        arguments.integer("priority", priority, 32),
+        layer=layer,
+        causal=causal_mask,
+        alignment=alignment,
+        window=arguments.window(window),
+        return_lse=return_lse,
+        return_scores=arguments.choice("return_scores", arguments.STAGES, return_scores),
+        average_scores=arguments.flag("average_scores", average_scores),
+        priority=arguments.integer("priority", priority, 32),
     )
     call: ApplyCall[KindT] = ApplyCall(
         header,
@@ -138,29 +141,3 @@ def _lengths(arrays: Sequence[tuple[str, Array]]) -> Sequence[int]:
     _, input = arrays[0]
     axis = -1 if input.dtype == tensor_pb2.DATA_TYPE_INT64 else -2
     return input.shape[axis:][:1]
-
-
-@lru_cache(maxsize=1024)
-def _header(
-    tensors: Tensors,
-    layer: str,
-    causal: tuple[bool | None, pb.Alignment],
-    window: tuple[int, int] | None,
-    return_lse: bool,
-    return_scores: pb.ScoreStage,
-    average_scores: bool,
-    priority: int,
-) -> bytes:
-    """The serialised request, with tickets for its tensors."""
-    request = pb.ApplyRequest(
-        layer=layer,
-        alignment=causal[1],
-        window=None if window is None else pb.Window(left=window[0], right=window[1]),
-        return_lse=return_lse,
-        return_scores=return_scores,
-        average_scores=average_scores,
-        priority=priority,
-    )
-    if causal[0] is not None:
-        request.causal = causal[0]
-    return _call.header(request, tensors)

@@ -8,7 +8,6 @@ once and cached, so that asking again for the same shapes and options is cheap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, Generic, Literal, TypeAlias, TypedDict
 
 from attnserve._errors import InvalidRequestError
@@ -18,7 +17,7 @@ from attnserve._requests import arrays as _arrays
 from attnserve._requests import call as _call
 from attnserve._requests.arguments import ArrayLike, ArrayOf, ArrayT, Causal, KindT, Scores
 from attnserve._requests.arrays import Array
-from attnserve._requests.call import EncodedCall, Tensors
+from attnserve._requests.call import EncodedCall
 from attnserve._requests.operation import ATTEND
 from attnserve._requests.reply import Response
 from attnserve._requests.result import AttentionResult
@@ -151,16 +150,21 @@ def encode_attend(
     if not (isinstance(score, str) and score == "dot"):
         arrays += _score_arrays(score)
 
-    header = _header(
+    causal_mask, alignment = arguments.choice(
+        "causal", arguments.RESIDENT_ALIGNMENTS if resident else arguments.ALIGNMENTS, causal
+    )
+    header = _call.header(
+        pb.AttendRequest,
         _call.tensors(arrays),
-        arguments.choice("causal", arguments.RESIDENT_ALIGNMENTS if resident else arguments.ALIGNMENTS, causal),
-        arguments.choice("layout", _LAYOUTS, layout),
-        arguments.window(window),
-        None if scale is None else arguments.number("scale", scale),
-        0.0 if softcap is None else arguments.number("softcap", softcap),
-        return_lse,
-        arguments.choice("return_scores", arguments.STAGES, return_scores),
-        arguments.integer("priority", priority, 32),
+        causal=causal_mask,
+        alignment=alignment,
+        layout=arguments.choice("layout", _LAYOUTS, layout),
+        window=arguments.window(window),
+        scale=None if scale is None else arguments.number("scale", scale),
+        softcap=None if softcap is None else arguments.number("softcap", softcap),
+        return_lse=return_lse,
+        return_scores=arguments.choice("return_scores", arguments.STAGES, return_scores),
+        priority=arguments.integer("priority", priority, 32),
     )
     call: AttendCall[KindT] = AttendCall(
         header,
@@ -176,33 +180,6 @@ def encode_attend(
         axis = -3 if layout == "length_first" and len(shape) > 2 else -2
         call.appends = shape[axis:][:1]
     return call
-
-
-@lru_cache(maxsize=1024)
-def _header(
-    tensors: Tensors,
-    causal: tuple[bool, pb.Alignment],
-    layout: pb.Layout,
-    window: tuple[int, int] | None,
-    scale: float | None,
-    softcap: float,
-    return_lse: bool,
-    return_scores: pb.ScoreStage,
-    priority: int,
-) -> bytes:
-    """The serialised request, with tickets for its tensors."""
-    request = pb.AttendRequest(
-        layout=layout,
-        causal=causal[0],
-        alignment=causal[1],
-        window=None if window is None else pb.Window(left=window[0], right=window[1]),
-        scale=scale,
-        softcap=softcap,
-        return_lse=return_lse,
-        return_scores=return_scores,
-        priority=priority,
-    )
-    return _call.header(request, tensors)
 
 
 def _score_arrays(score: Any) -> list[tuple[str, Array]]:

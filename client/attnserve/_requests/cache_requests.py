@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ from attnserve._requests import arguments, call
 from attnserve._requests import arrays as _arrays
 from attnserve._requests.arguments import ArrayLike, Names
 from attnserve._requests.arrays import Array
-from attnserve._requests.call import Tensors
 from attnserve._rpc import Rpc
 from attnserve.v1 import caches_pb2 as pb
 from attnserve.v1 import tensor_pb2
@@ -166,15 +165,10 @@ def appended(key: ArrayLike, value: ArrayLike, layout: AppendLayout) -> tuple[in
     """The number of tokens in keys and values, and the fields of an append that hold them."""
     axis: int = arguments.choice("layout", _LENGTH_AXES, layout)
     arrays = [(field, _one_sequence(field, array)) for field, array in (("key", key), ("value", value))]
-    header = _append_header(call.tensors(arrays), layout == "length_first")
-    fields, _ = call.assembled(pb.CacheServiceAppendRequest, header, arrays)
+    request_type = pb.CacheServiceAppendRequest
+    header = call.header(request_type, call.tensors(arrays), length_first=layout == "length_first")
+    fields, _ = call.assembled(request_type, header, arrays)
     return arrays[0][1].shape[axis], fields
-
-
-@lru_cache(maxsize=1024)
-def _append_header(tensors: Tensors, length_first: bool) -> bytes:
-    """What all appends of the same shapes have in common, with tickets for the tensors."""
-    return call.header(pb.CacheServiceAppendRequest(length_first=length_first), tensors)
 
 
 def _one_sequence(field: str, value: ArrayLike) -> Array:

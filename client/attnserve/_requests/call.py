@@ -11,6 +11,7 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -43,8 +44,16 @@ def tensors(arrays: Sequence[tuple[str, Array]]) -> Tensors:
     return tuple([(field, array.dtype, array.shape) for field, array in arrays])
 
 
-def header(request: Message, tensors: Tensors) -> bytes:
-    """The serialised request, with a ticket for each tensor, in order; `request` is complete except for the tensors."""
+@lru_cache(maxsize=3072)
+def header(
+    request_type: type[Message], tensors: Tensors, window: tuple[int, int] | None = None, **fields: Any
+) -> bytes:
+    """The serialised request, with a ticket for each tensor, in order. A field that is None stays unset. Remembered by
+    the fields, whose values must be as their types are: 1, 1.0 and True would be taken for each other.
+    """
+    if window is not None:
+        fields["window"] = {"left": window[0], "right": window[1]}
+    request = request_type(**fields)
     for index, (field, dtype, shape) in enumerate(tensors):
         tensor = operator.attrgetter(field)(request)
         tensor.dtype = dtype
