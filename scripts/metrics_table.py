@@ -51,7 +51,7 @@ _ANY: Final = "any"
 def registry() -> CollectorRegistry:
     """All metrics, each with every label that it can have."""
     metrics = Metrics(_ANY, _ANY, _ANY, _ANY)
-    load = scraped.Load(
+    load = scraped.load(
         queue_requests=_zero,
         queue_bytes=_zero,
         in_flight_requests=_zero,
@@ -60,16 +60,15 @@ def registry() -> CollectorRegistry:
         in_flight_seconds=_zero,
         limits={_ANY: _zero},
     )
-    for collector in (
-        load,
+    metrics.watch(
+        *load,
         scraped.Device(_zero, _zero, lambda: {_ANY: 0}),
-        scraped.Loop(_zero),
-        scraped.State(Health()),
-        scraped.Reloads({_ANY: bool}),
-        scraped.Certificate(_zero),
-        scraped.Log(_zero),
-    ):
-        metrics.watch(collector)
+        scraped.loop(_zero),
+        scraped.state(Health()),
+        scraped.reloads({_ANY: bool}),
+        scraped.certificate(_zero),
+        scraped.log(_zero),
+    )
     metrics.watch_caches(CacheStore(0, 4096, 1, 1))
     metrics.usage.of(_ANY)
     metrics.kernels({_ANY: 0})

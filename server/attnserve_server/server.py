@@ -71,7 +71,7 @@ class Server:
         """Whether gRPC has not stopped: it still waits for a connection."""
         self.health = Health()
         self.metrics = Metrics(__version__, torch.__version__, self.device.name, self.device.instructions)
-        self.metrics.watch(scraped.State(self.health))
+        self.metrics.watch(scraped.state(self.health))
         self.tracing = open_tracing(config, os.environ, self.metrics, self.device.name)
         self.engine = open_engine(config, self.device, self.metrics, self.tracing)
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
@@ -86,8 +86,8 @@ class Server:
         )
         access = open_access(config)
         if access.tls is not None:
-            self.metrics.watch(scraped.Certificate(access.tls.expiry))
-        self.metrics.watch(scraped.Reloads(access.reloads))
+            self.metrics.watch(scraped.certificate(access.tls.expiry))
+        self.metrics.watch(scraped.reloads(access.reloads))
         self._refusals = Refusals()
         self._services = Services(
             config,

@@ -49,8 +49,7 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
         (interrupted if stopping.is_set() else stopping).set()
 
     server = Server(config, open_device)
-    server.metrics.watch(scraped.Loop(lambda: loop.busy_seconds))
-    server.metrics.watch(scraped.Log(logs.left_out))
+    server.metrics.watch(scraped.loop(lambda: loop.busy_seconds), scraped.log(logs.left_out))
     try:
         # Through the loop, because it waits while threads load: a signal just before that would not wake it.
         for number in STOP_SIGNALS:

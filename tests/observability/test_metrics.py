@@ -125,7 +125,7 @@ def test_bytes_and_streams(metrics: Metrics) -> None:
 def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
     waiting: list[int] = []
     most = [1.0]
-    load = scraped.Load(
+    load = scraped.load(
         queue_requests=lambda: len(waiting),
         queue_bytes=lambda: sum(waiting),
         in_flight_requests=lambda: 2 * len(waiting),
@@ -134,7 +134,7 @@ def test_gauges_are_read_when_scraped(metrics: Metrics) -> None:
         in_flight_seconds=lambda: 0.5 * len(waiting),
         limits={"requests": lambda: 10, "bytes": lambda: 4096, "flops": lambda: 1e12, "seconds": lambda: most[-1]},
     )
-    metrics.watch(load)
+    metrics.watch(*load)
     names = (
         "queue_requests",
         "queue_bytes",
@@ -173,7 +173,7 @@ def test_device_memory_is_there_where_the_device_has_one(metrics: Metrics) -> No
 
 def test_one_state_is_told_at_a_time(metrics: Metrics) -> None:
     health = Health()
-    metrics.watch(scraped.State(health))
+    metrics.watch(scraped.state(health))
     states = ("starting", "serving", "draining", "failed")
     for present in states:
         health.set(present)

@@ -244,9 +244,10 @@ class Metrics:
         """A request left the queue without running, for one of `CANCELLATIONS`."""
         self._cancelled[reason]()
 
-    def watch(self, collector: Collector) -> None:
-        """Has what a collector of `scraped` reads exported. What there is about callers has methods of its own."""
-        self.registry.register(collector)
+    def watch(self, *collectors: Collector) -> None:
+        """Has what collectors of `scraped` read exported. What there is about callers has methods of its own."""
+        for collector in collectors:
+            self.registry.register(collector)
 
     def watch_callers(self, in_flight_bytes: Callable[[], Mapping[Hashable, int]]) -> None:
         """Says where it is read what every caller has in flight: by its name, or by anything else if it has none."""

@@ -53,7 +53,7 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
         CUDA_LAYER_DISCOUNT if on_gpu and not config.max_batch_flops else 1,
     )
     engine = Engine(device, queue, admission, metrics, config.max_wait, tracing)
-    load = scraped.Load(
+    load = scraped.load(
         queue_requests=lambda: queue.requests + engine.waiting_for_turns,
         queue_bytes=lambda: queue.bytes + engine.bytes_waiting_for_turns,
         in_flight_requests=lambda: admission.requests,
@@ -67,7 +67,7 @@ def open_engine(config: Config, device: Device, metrics: Metrics, tracing: Traci
             "seconds": lambda: admission.longest_seconds,
         },
     )
-    metrics.watch(load)
+    metrics.watch(*load)
     metrics.watch_callers(admission.bytes_of_callers)
     worker = engine.worker
     metrics.watch(scraped.Device(lambda: worker.busy_seconds, lambda: worker.batch_seconds, device.memory))
