@@ -81,6 +81,7 @@ class Metrics:
 
     def __init__(self, version: str, torch_version: str, device: str, native_kernel: str) -> None:
         self.registry = registry = CollectorRegistry()
+        # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.
 
         # Requests
         requests = Counter(
@@ -91,7 +92,8 @@ class Metrics:
             "operation",
             "code",
         )
-        duration = Histogram(
+        self._requests = {(o, code): requests.total(o, code).add for o in OPERATIONS for code in CODES}
+        durations = Histogram(
             "attnserve_request_duration_seconds",
             "From the arrival of a request to its reply being ready to send.",
             _SECONDS,
@@ -99,6 +101,7 @@ class Metrics:
             "operation",
             OPERATIONS,
         )
+        self._durations = {operation: durations.series(operation) for operation in OPERATIONS}
         phases = Histogram(
             "attnserve_request_phase_duration_seconds",
             "The phases of a request that went through the queue; staging and compute are those of its whole batch.",
@@ -107,6 +110,8 @@ class Metrics:
             "phase",
             PHASES,
         )
+        self._phases = {phase: phases.series(phase) for phase in PHASES}
+        self._observe_phases = Rows([*self._phases.values()]).observe
         rejected = Counter(
             "attnserve_rejected_requests_total",
             "Requests, streams and new caches refused at the door: by the bound that they would have passed, because "
@@ -115,33 +120,45 @@ class Metrics:
             registry,
             "reason",
         )
+        self._rejected = {reason: rejected.total(reason).add for reason in REJECTIONS}
         cancelled = Counter(
             "attnserve_cancelled_requests_total",
             "Requests that left the queue without running, because nobody waited for them any longer.",
             registry,
             "reason",
         )
+        self._cancelled = {reason: cancelled.total(reason).add for reason in CANCELLATIONS}
         received = Counter("attnserve_received_bytes_total", "Bytes of messages received.", registry)
+        self.received: Callable[[int], None] = received.total().add
+        """Takes the bytes of a message received."""
         sent = Counter("attnserve_sent_bytes_total", "Bytes of messages sent.", registry)
+        self.sent: Callable[[int], None] = sent.total().add
+        """Takes the bytes of a message sent."""
         streams = Gauge("attnserve_streams", "Streams open.", registry=registry)
+        self.stream_opened: Callable[[], None] = streams.inc
+        self.stream_closed: Callable[[], None] = streams.dec
 
         # Batches
-        batch_requests = Histogram("attnserve_batch_requests", "Requests in a batch.", _REQUESTS, registry)
-        batch_flops = Histogram("attnserve_batch_flops", "Floating-point operations of a batch.", _FLOPS, registry)
-        padding = Histogram(
+        self._batch_sizes = Histogram("attnserve_batch_requests", "Requests in a batch.", _REQUESTS, registry).series()
+        self._batch_flops = Histogram(
+            "attnserve_batch_flops", "Floating-point operations of a batch.", _FLOPS, registry
+        ).series()
+        self._padding = Histogram(
             "attnserve_batch_padding_ratio",
             "The share of padding among a batch's rows, from 0 to 1: some layers fill up inputs, and contexts, to "
             "multiples of 16 rows; attention without a layer has none.",
             _RATIO,
             registry,
-        )
-        tokens = Counter("attnserve_query_tokens_total", "Query rows computed, over all sequences.", registry)
-        flops = Counter("attnserve_flops_total", "Floating-point operations computed.", registry)
-        kernel_calls = Counter("attnserve_kernel_calls_total", "Calls of attention kernels.", registry, "kernel")
+        ).series()
+        self._tokens = Counter(
+            "attnserve_query_tokens_total", "Query rows computed, over all sequences.", registry
+        ).total()
+        self._flops = Counter("attnserve_flops_total", "Floating-point operations computed.", registry).total()
+        self._kernel_calls = _ByLabel("attnserve_kernel_calls_total", "Calls of attention kernels.", registry, "kernel")
 
         # Layers, by the names that the operator gave them
         self._layer_requests, self._layer_tokens, self._layer_flops = (
-            _ByLabel(Counter(f"attnserve_layer_{name}_total", help, registry, "layer"))
+            _ByLabel(f"attnserve_layer_{name}_total", help, registry, "layer")
             for name, help in (
                 ("requests", "Requests computed by a layer."),
                 ("tokens", "Rows of input computed by a layer."),
@@ -165,31 +182,12 @@ class Metrics:
         ).info({"version": version, "torch": torch_version, "device": device, "native_kernel": native_kernel})
         ProcessCollector(registry=registry)
 
-        # Looking up a label costs three times the counting: every child is resolved here, and shows from the start.
-        self._requests = {(o, code): requests.total(o, code).add for o in OPERATIONS for code in CODES}
-        self._durations, self._phase_durations = duration, phases
-        self._duration = {operation: duration.series(operation).observe for operation in OPERATIONS}
-        self._phases = Rows([phases.series(phase) for phase in PHASES]).observe
-        self._rejected = {reason: rejected.total(reason).add for reason in REJECTIONS}
-        self._cancelled = {reason: cancelled.total(reason).add for reason in CANCELLATIONS}
-        self._batch_requests = batch_requests.series().observe
-        self._batch_flops = batch_flops.series().observe
-        self._padding = padding.series().observe
-        self._tokens, self._flops = tokens.total().add, flops.total().add
-        self._kernel_calls = _ByLabel(kernel_calls)
-        self.received: Callable[[int], None] = received.total().add
-        """Takes the bytes of a message received."""
-        self.sent: Callable[[int], None] = sent.total().add
-        """Takes the bytes of a message sent."""
-        self.stream_opened: Callable[[], None] = streams.inc
-        self.stream_closed: Callable[[], None] = streams.dec
-
     def finished(self, operation: str, code: str, duration_s: float, requests: int) -> None:
         """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
         together.
         """
         self._requests[operation, code](requests)
-        self._duration[operation](duration_s, requests)
+        self._durations[operation].observe(duration_s, requests)
 
     def stream_failed(self, code: str) -> None:
         """A stream was refused, or ended with an error, with this gRPC status code. It may have lasted for days, and is
@@ -199,24 +197,24 @@ class Metrics:
 
     def phases(self, seconds: tuple[float, float, float, float, float], requests: int = 1) -> None:
         """A request was computed, and its phases took so many seconds; or several, the phases of each taking that."""
-        self._phases(seconds, requests)
+        self._observe_phases(seconds, requests)
 
     def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
         """Makes a request's times the exemplars of their buckets, with the labels of its trace. Counts nothing."""
-        self._durations.series(operation).exemplify(duration_s, labels)
+        self._durations[operation].exemplify(duration_s, labels)
         if phases is not None:
-            for phase in PHASES:
-                self._phase_durations.series(phase).exemplify(getattr(phases, phase), labels)
+            for phase, series in self._phases.items():
+                series.exemplify(getattr(phases, phase), labels)
 
     def batch(
         self, requests: int, flops: float, query_tokens: int, padding_ratio: float, kernel_calls: Mapping[str, int]
     ) -> None:
         """A batch was computed. `padding_ratio` is the share of padding among its rows, from 0 to 1."""
-        self._batch_requests(requests)
-        self._batch_flops(flops)
-        self._padding(padding_ratio)
-        self._flops(flops)
-        self._tokens(query_tokens)
+        self._batch_sizes.observe(requests)
+        self._batch_flops.observe(flops)
+        self._padding.observe(padding_ratio)
+        self._flops.add(flops)
+        self._tokens.add(query_tokens)
         self.kernels(kernel_calls)
 
     def kernels(self, calls: Mapping[str, int]) -> None:
@@ -263,11 +261,11 @@ class Metrics:
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):
-    """The `add` of each value of a counter's one label, looked up when the value first comes."""
+    """A counter with one label: the `add` of each of its values, looked up when the value first comes."""
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, name: str, documentation: str, registry: CollectorRegistry, label: str) -> None:
         super().__init__()
-        self._counter = counter
+        self._counter = Counter(name, documentation, registry, label)
 
     def __missing__(self, label: str) -> Callable[[float], None]:
         self[label] = count = self._counter.total(label).add
