@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from attnserve_server.caches.native import attend_queries
+from attnserve_server.caches.native_queries import attend_queries
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.parts import Part
 from attnserve_server.caches.query import CacheQuery, Job, QueryAttention
@@ -163,11 +163,11 @@ def _sharing(wave: _Wave) -> list[_Shared]:
     """Sets of two or more groups that can be one call over the same pages, which are computed page by page."""
     alike: dict[tuple[object, int, int], list[tuple[int, Part]]] = {}
     for place, (attention, group) in enumerate(wave):
-        steps = attention.steps
+        company = attention.shares_with
         for part in group:
-            if part.by_page and steps is not None:
+            if part.by_page and company is not None:
                 page = attention.query.pages[part.begin // attention.per_page]
-                alike.setdefault((steps, part.begin, page), []).append((place, part))
+                alike.setdefault((company, part.begin, page), []).append((place, part))
     sharing = []
     for members in alike.values():
         if len(members) > 1:

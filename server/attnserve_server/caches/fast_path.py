@@ -19,7 +19,7 @@ from typing import Final
 from attnserve import _dtypes
 from attnserve._wire import Payloads
 from attnserve_server.caches.append import append_tokens
-from attnserve_server.caches.direct import planned
+from attnserve_server.caches.native_requests import planned
 from attnserve_server.caches.references import Reference
 from attnserve_server.caches.request import CachedRequest, named, request_to
 from attnserve_server.caches.work import CacheHost

@@ -149,7 +149,7 @@ class QueryAttention:
         return QueryAttention(query, query.query.double(), self.keys, self.per_page, self.groups, self.finite)
 
     @property
-    def steps(self) -> Hashable:
+    def shares_with(self) -> Hashable:
         """Equal for queries that can share a call over pages that each reaches in full; None if it shares with none."""
         query = self.query
         if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:

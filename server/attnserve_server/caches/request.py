@@ -149,7 +149,7 @@ class CachedRequest(CacheWork):
                 pairs += pairs_within_reach(queries, kv_length, offset, left, right)
             keys += reached
             whole += queries * reached
-        return keys, whole if problem.one_by_one else pairs, whole
+        return keys, whole if problem.written_out else pairs, whole
 
     def count_at_door(self) -> None:
         """Counts what it costs if it runs after all that is queued before it. Raises InvalidRequest."""

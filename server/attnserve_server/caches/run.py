@@ -15,8 +15,8 @@ import torch
 
 from attnserve_server.caches.append import append
 from attnserve_server.caches.attend import attend_tensors
-from attnserve_server.caches.direct import attend_requests
 from attnserve_server.caches.inputs import read_queries
+from attnserve_server.caches.native_requests import attend_requests
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.scattered_requests import AlikeRequests, alike

@@ -59,7 +59,7 @@ class Attended(NamedTuple):
     check: torch.Tensor
 
 
-def computes(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, pool: PagePool) -> bool:
+def applies(shape: CacheShape, dtype: torch.dtype, heads: int, length: int, pool: PagePool) -> bool:
     """Whether queries [S, heads, length, D] of a dtype over caches of a shape can be computed so."""
     width, per_page = shape.head_dim, pool.tokens_per_page(shape)
     if dtype not in varlen_cuda.DTYPES or STORAGE[shape.dtype] != dtype or shape.value_dim != width:
@@ -95,7 +95,7 @@ def attend_ranges(
     device: Scattering,
     rounded: bool,
 ) -> Attended:
-    """The results of query [S, Hq, Lq, D] over the S ranges of tokens; see `computes`. `rounded`: the output has the
+    """The results of query [S, Hq, Lq, D] over the S ranges of tokens; see `applies`. `rounded`: the output has the
     dtype of the queries; else it may have more bits, for what is yet to be computed with it.
     """
     count, heads, length, width = query.shape

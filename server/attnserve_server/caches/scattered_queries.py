@@ -11,7 +11,7 @@ import torch
 
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
-from attnserve_server.caches.scattered import Attended, Reach, attend_ranges, computes, reach
+from attnserve_server.caches.scattered import Attended, Reach, applies, attend_ranges, reach
 from attnserve_server.devices.compute import Scattering
 from attnserve_server.kernels import AttentionResult, varlen_cuda
 from attnserve_server.kernels.bias import add_sinks
@@ -58,7 +58,7 @@ def _reach_of(query: CacheQuery, pool: PagePool) -> Reach | None:
         return None
     if query.mask is not None or query.bias is not None or query.alibi_slopes is not None:
         return None
-    if not computes(query.shape, query.query.dtype, heads, length, pool):
+    if not applies(query.shape, query.query.dtype, heads, length, pool):
         return None
     return reach(query.pages, pool.tokens_per_page(query.shape), query.band)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attnserve_server.caches.pages import PagePool
-from attnserve_server.caches.scattered import Reach, attend_ranges, computes, reach
+from attnserve_server.caches.scattered import Reach, applies, attend_ranges, reach
 from attnserve_server.caches.scattered_queries import with_sinks
 from attnserve_server.devices.packed_results import BITS, as_bits, bytes_of, with_axes
 from attnserve_server.devices.staging import TORCH, sinks_of
@@ -110,7 +110,7 @@ def alike(batch: Sequence[CachedRequest], pool: PagePool) -> list[AlikeRequests]
 def _is_plain(problem: Problem, shape: CacheShape, pool: PagePool) -> bool:
     if not is_fusable(problem) or problem.tensors.keys() & {"mask", "bias", "alibi_slopes"}:
         return False
-    return computes(shape, TORCH[problem.dtype], problem.query_heads, problem.query_length, pool)
+    return applies(shape, TORCH[problem.dtype], problem.query_heads, problem.query_length, pool)
 
 
 def _reaches(request: CachedRequest, pool: PagePool) -> list[Reach] | None:

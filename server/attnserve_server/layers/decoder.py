@@ -26,7 +26,7 @@ from attnserve_server.layers.resident import Resident, Residents
 from attnserve_server.layers.rows import Batch
 from attnserve_server.native.calls import shape_of
 from attnserve_server.native.decoders import Decoder, Step
-from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, computes, not_finite
+from attnserve_server.native.library import CALL_BYTES, CALL_FINITE, not_finite, supports
 from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
 from attnserve_server.requests.options import causal_window
 
@@ -72,7 +72,7 @@ class DecoderSteps:
         if compute.native is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
             return None
         scoring = attentions[0].scoring
-        if not computes(scoring, attentions[0].widest, hides=False, alibi=scoring.alibi_slopes is not None):
+        if not supports(scoring, attentions[0].widest, hides=False, alibi=scoring.alibi_slopes is not None):
             return None
         return DecoderSteps(compute.native, Decoder(packed), attentions[0], window, dtype)
 

@@ -21,7 +21,7 @@ from attnserve_server.devices.staging import TORCH
 from attnserve_server.layers.application import Application
 from attnserve_server.layers.specification import Attention
 from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
-from attnserve_server.native.library import Shape, Strides, computes, pack
+from attnserve_server.native.library import Shape, Strides, pack, supports
 from attnserve_server.native.multi_head import PIECE, packed_layer
 from attnserve_server.native.payloads import address, memory_of
 from attnserve_server.native.products import PackedWeight
@@ -73,7 +73,7 @@ def direct_of(architecture: Attention, weights: Weights, scoring: Scoring) -> Di
     """
     project, output, heads_width = weights.project, weights.output, architecture.heads * architecture.value_dim
     widest = max(architecture.head_dim, architecture.value_dim)
-    there = computes(scoring, widest, hides=False, alibi=scoring.alibi_slopes is not None)
+    there = supports(scoring, widest, hides=False, alibi=scoring.alibi_slopes is not None)
     if not there or project.inputs != architecture.inputs:
         return None
     if output is not None and (output.inputs, output.outputs) != (heads_width, architecture.outputs):

@@ -21,8 +21,8 @@ from attnserve_server.native.library import (
     Shape,
     Strides,
     Threads,
-    computes,
     pack_several,
+    supports,
 )
 
 
@@ -47,7 +47,7 @@ def applies(call: AttentionCall) -> bool:
     tensors = call.query, call.key, call.value
     return (
         call.return_scores is None
-        and computes(
+        and supports(
             call,
             max(call.query.shape[3], call.value.shape[3]),
             hides=call.mask is not None or call.bias is not None,

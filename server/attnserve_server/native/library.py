@@ -111,7 +111,7 @@ class Shape(NamedTuple):
         )
 
 
-def computes(scored: Scored, widest: int, *, hides: bool, alibi: bool) -> bool:
+def supports(scored: Scored, widest: int, *, hides: bool, alibi: bool) -> bool:
     """Whether the kernel supports heads of this width with these scores, unless they are to be returned: not learned,
     and by numbers that keep them within float32. `hides`: keys may be hidden by a mask, or a bias.
     """

@@ -16,7 +16,7 @@ from attnserve import _dtypes
 from attnserve._wire import Payloads
 from attnserve.v1 import tensor_pb2 as pb
 from attnserve_server.host.cpus import CACHE_LINE
-from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, computes
+from attnserve_server.native.library import BFLOAT16, FLOAT16, FLOAT32, Keys, Shape, Strides, supports
 from attnserve_server.requests.problem import Problem
 
 NATIVE_FROM_WIRE: Final[dict[int, int]] = {
@@ -35,7 +35,7 @@ def applies(problem: Problem) -> bool:
     if problem.dtype not in NATIVE_FROM_WIRE or problem.return_scores is not None:
         return False
     hides = not problem.tensors.keys().isdisjoint(("mask", "bias"))
-    return computes(
+    return supports(
         problem, max(problem.head_dim, problem.value_dim), hides=hides, alibi="alibi_slopes" in problem.tensors
     )
 

@@ -86,12 +86,12 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
     limits.check_flops(problem.weighed(whole_flops, whole))
     kv_tokens = sum(span.sequences * span.kv_length for span in spans)
     whole_effort = effort = problem.effort(whole_flops, whole, rows, kv_tokens, problem.batch)
-    if problem.has_band and not problem.one_by_one:
+    if problem.has_band and not problem.written_out:
         pairs = sum(span.sequences * pairs_within_reach(*_band(problem, span)) for span in spans)
         kv_tokens = sum(span.sequences * keys_within_reach(*_band(problem, span)) for span in spans)
         flops = problem.flops(pairs, rows, sent)
         effort = problem.effort(flops, pairs, rows, kv_tokens, problem.batch)
-    if problem.one_by_one:
+    if problem.written_out:
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
         calls = 0 if problem.stackable and len(spans) == 1 else len(spans)

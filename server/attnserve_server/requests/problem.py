@@ -67,8 +67,8 @@ class Problem:
     `query_length` and `kv_length` are the totals if `packed`. `tensors` has an entry for each tensor that is given:
     query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
     the score by their paths. `group` is equal for problems that differ only in lengths and layouts: ragged kernels
-    compute those together. Sequences of `one_by_one` problems are computed one after the other, by the kernel that can
-    do everything. `kind` is that of `Work`.
+    compute those together. `written_out` problems are not for torch's kernels of plain attention: they cost what the
+    kernel does that can do everything. `kind` is that of `Work`.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -92,7 +92,7 @@ class Problem:
     return_lse: bool
     return_scores: ScoreStage | None
     priority: int
-    one_by_one: bool
+    written_out: bool
     group: Hashable
     kind: str
 
@@ -121,7 +121,7 @@ class Problem:
         """What an operation costs, in operations of plain attention."""
         if self.score == "additive":
             return ADDITIVE
-        return WRITTEN_OUT if self.one_by_one else 1
+        return WRITTEN_OUT if self.written_out else 1
 
     def scratch_bytes(self, kv_length: int) -> int:
         """Bytes that an additive score takes besides the scores, in float64: keys projected to hidden units, twice."""
@@ -149,7 +149,7 @@ class Problem:
         """FLOPs or effort in operations of plain attention, or what so many query-key pairs take at least if that is
         more: of narrow heads, each operation takes longer.
         """
-        pair_cost = WRITTEN_OUT_PAIR_COST if self.one_by_one else PAIR_COST
+        pair_cost = WRITTEN_OUT_PAIR_COST if self.written_out else PAIR_COST
         return max(flops * self.weight, pair_cost * pairs * self.query_heads)
 
     @property
@@ -163,7 +163,7 @@ class Problem:
         """
         if not query_tokens:
             return flops
-        of_pairs = 0 if self.one_by_one else PAIR_COST * self.query_heads * pairs
+        of_pairs = 0 if self.written_out else PAIR_COST * self.query_heads * pairs
         of_keys = self.kv_heads * (KEY_COST * kv_tokens + HEAD_COST * sequences)
         return max(flops, of_pairs, ROW_COST * self.query_heads * query_tokens + of_keys)
 
@@ -220,7 +220,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
     priority = priority_of(message)
     window = causal_window(message.causal, window_of(message))
     hides = "alibi_slopes" in tensors and not tensors.keys().isdisjoint(("mask", "bias"))
-    one_by_one = score is not None or message.softcap > 0 or return_scores is not None or hides
+    written_out = score is not None or message.softcap > 0 or return_scores is not None or hides
     options = (window, scale, message.softcap, score, message.return_lse, return_scores)
     optional = tuple(name in tensors for name in ("mask", "bias", "alibi_slopes", "sinks"))
     return Problem(
@@ -238,7 +238,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
         return_lse=message.return_lse,
         return_scores=return_scores,
         priority=priority,
-        one_by_one=one_by_one,
+        written_out=written_out,
         group=(
             query.dtype,
             axes.query_heads,
@@ -249,7 +249,7 @@ def check(message: pb.AttendRequest, resident: KeyShape | None = None) -> Proble
             options,
             optional,
         ),
-        kind=_kind(query.dtype, score or ("written out" if one_by_one else "by kernels"), axes, packed),
+        kind=_kind(query.dtype, score or ("written out" if written_out else "by kernels"), axes, packed),
     )
 
 

@@ -100,7 +100,7 @@ class Request(Independent):
         """
         if self.unfinished is not None:
             return NOT_FINITE
-        return WRITTEN_OUT if self.problem.one_by_one else KERNELS
+        return WRITTEN_OUT if self.problem.written_out else KERNELS
 
     @property
     def kind(self) -> str:

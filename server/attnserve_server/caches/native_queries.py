@@ -18,7 +18,7 @@ from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.kernels import AttentionResult
 from attnserve_server.native.calls import broadcast, shape_of
 from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
-from attnserve_server.native.library import NAME, computes
+from attnserve_server.native.library import NAME, supports
 
 
 def attend_queries(
@@ -49,7 +49,7 @@ def _applies(query: CacheQuery) -> bool:
     tensor = query.query
     return (
         query.return_scores is None
-        and computes(
+        and supports(
             query,
             max(query.shape.head_dim, query.shape.value_dim),
             hides=query.mask is not None or query.bias is not None,
