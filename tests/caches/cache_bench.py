@@ -145,7 +145,9 @@ class Bench:
 
     def look(self, cache: Cache, deadline: float = math.inf) -> Entry:
         """Asks for the state of a cache."""
-        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None), deadline)
+        return self.submit(
+            Look(self.host, (Use(cache, 0, 0, None),), 0, None, caches_pb2.CacheServiceGetResponse), deadline
+        )
 
     async def seen(self, entry: Entry) -> int:
         """The number of tokens that `look` saw."""

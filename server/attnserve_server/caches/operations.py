@@ -14,8 +14,6 @@ from google.protobuf.message import DecodeError, Message
 from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Change, Cut
-from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, cache_named
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.requests.limits import RequestLimits
@@ -30,7 +28,7 @@ NOTHING = RequestResult(memoryview(b""), None, None)
 
 @dataclass(slots=True, eq=False)
 class _Operation(CacheWork):
-    """An operation without attention."""
+    """An operation without attention. `begin` makes its reply, before later operations change the cache."""
 
     reply_field: ClassVar[int] = 0
     group: ClassVar[Hashable] = "cache operation"
@@ -39,6 +37,7 @@ class _Operation(CacheWork):
     flops: ClassVar[int] = 0
     query_tokens: ClassVar[int] = 0
     reply_bytes: ClassVar[int] = 0
+    _reply: Message = field(init=False)
 
     @property
     def cost(self) -> int:
@@ -54,6 +53,11 @@ class _Operation(CacheWork):
         """Nothing is left to be done."""
         return BatchResult([NOTHING] * len(batch), 0.0, 0.0, 0.0)
 
+    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
+        """The encoded reply."""
+        data = self._reply.SerializeToString()
+        return [data], len(data)
+
 
 @dataclass(slots=True, eq=False)
 class Append(_Operation):
@@ -67,6 +71,11 @@ class Append(_Operation):
     def computes(self) -> bool:
         """Keys and values are written."""
         return True
+
+    def begin(self) -> None:
+        """Places what is appended."""
+        CacheWork.begin(self)
+        self._reply = pb.CacheServiceAppendResponse(length=self.lengths[0])
 
     def run_batch(self, device: Device, batch: Sequence[Append]) -> BatchResult:
         """Writes what is appended."""
@@ -85,10 +94,6 @@ class Append(_Operation):
         for placement in self.placements:
             self.host.pages.write(self.uses[0].cache.shape, placement, key, value)
 
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The encoded CacheServiceAppendResponse."""
-        return _encoded(pb.CacheServiceAppendResponse(length=self.lengths[0]))
-
 
 @dataclass(slots=True, eq=False)
 class Fork(_Operation):
@@ -96,28 +101,17 @@ class Fork(_Operation):
 
     ttl: float | None
     request_id: bytes
-    _forked: pb.Cache | None = field(default=None, init=False)
-    _place: Reservation[Change] | None = field(default=None, init=False)
 
     def line_up(self, now: float) -> None:
         """Queues the fork: an append behind it will find a shared last page."""
-        self._place = self.host.store.wait_to_fork(self.uses[0].cache)
-
-    def leave_line(self) -> None:
-        """Leaves the queue: it has forked the cache, or never will."""
-        if self._place is not None:
-            self.host.store.cancel(self._place)
+        self._reservation = self.host.store.wait_to_fork(self.uses[0].cache)
 
     def begin(self) -> None:
-        """Forks the cache, and describes the fork as it is then."""
+        """Forks the cache."""
         cache = self.uses[0].cache
         ttl = cache.ttl if self.ttl is None else self.ttl
-        fork = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._place)
-        self._forked = describe(self.host, fork)
-
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The encoded CacheServiceForkResponse."""
-        return _encoded(pb.CacheServiceForkResponse(cache=self._forked))
+        fork = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._reservation)
+        self._reply = pb.CacheServiceForkResponse(cache=describe(self.host, fork))
 
 
 @dataclass(slots=True, eq=False)
@@ -128,25 +122,16 @@ class Truncate(_Operation):
     truncation_id: int
     """The id by which a resend is recognised; 0 if it has none."""
 
-    _cut: pb.Cache | None = field(default=None, init=False)
-    _place: Reservation[Cut] | None = field(default=None, init=False)
-
     def line_up(self, now: float) -> None:
         """Queues the truncation: operations behind it will find a shorter cache, if it has the expected length."""
         cache = self.uses[0].cache
         longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
         cuts = self.uses[0].expects(longest) and self.truncation_id not in cache.truncations
-        self._place = self.host.store.wait_to_cut(cache, self.length, cuts)
-
-    def leave_line(self) -> None:
-        """Leaves the queue: it has truncated the cache, or never will."""
-        if self._place is not None:
-            self.host.store.cancel(self._place)
+        self._reservation = self.host.store.wait_to_cut(cache, self.length, cuts)
 
     def begin(self) -> None:
-        """Truncates the cache, and describes it before later operations change it. Raises InvalidRequest if it has
-        fewer tokens, FailedPrecondition if its length is not the expected one or this very request has truncated it
-        before.
+        """Truncates the cache. Raises InvalidRequest if it has fewer tokens, FailedPrecondition if its length is not
+        the expected one or this very request has truncated it before.
         """
         use = self.uses[0]
         longest = max(use.cache.lengths)
@@ -158,23 +143,20 @@ class Truncate(_Operation):
             raise use.unexpected(longest)
         if self.length > longest:
             raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
-        self.host.store.truncate(use.cache, self.length, self._place, self.truncation_id)
-        self._cut = describe(self.host, use.cache)
-
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The encoded CacheServiceTruncateResponse."""
-        return _encoded(pb.CacheServiceTruncateResponse(cache=self._cut))
+        self.host.store.truncate(use.cache, self.length, self._reservation, self.truncation_id)
+        self._reply = pb.CacheServiceTruncateResponse(cache=describe(self.host, use.cache))
 
 
 @dataclass(slots=True, eq=False)
 class Look(_Operation):
-    """Describes a cache once all that came before has been done or given up: the description is final.
+    """Describes a cache once all that came before has been done or given up: the description is final. It answers Get,
+    and a resent Fork of a cache that is gone: with the cache that this has made.
 
     It neither holds the cache nor renews its lease: looking keeps nothing alive.
     """
 
     owner: str | None
-    _found: pb.Cache | None = field(default=None, init=False)
+    response_type: type[pb.CacheServiceGetResponse | pb.CacheServiceForkResponse]
 
     @property
     def shares(self) -> bool:
@@ -187,23 +169,10 @@ class Look(_Operation):
     def begin(self) -> None:
         """Looks. Raises NotFound if the cache has gone meanwhile."""
         cache = cache_named(self.host, self.uses[0].cache.name, self.owner)
-        self._found = describe(self.host, cache)
+        self._reply = self.response_type(cache=describe(self.host, cache))
 
     def leave(self) -> None:
         """Nothing was held."""
-
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The encoded CacheServiceGetResponse."""
-        return _encoded(pb.CacheServiceGetResponse(cache=self._found))
-
-
-@dataclass(slots=True, eq=False)
-class Forked(Look):
-    """Answers a resent fork, when the cache that it forked is gone, with the cache that it has made."""
-
-    def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[_fields.Buffer], int]:
-        """The encoded CacheServiceForkResponse."""
-        return _encoded(pb.CacheServiceForkResponse(cache=self._found))
 
 
 def read_append(host: CacheHost, owner: str | None, buffer: bytes, limits: RequestLimits) -> Append:
@@ -261,8 +230,3 @@ def describe(host: CacheHost, cache: Cache) -> pb.Cache:
         message.ttl.FromNanoseconds(round(cache.ttl * 1e9))
         message.remaining.FromNanoseconds(round(max(0.0, cache.expires - now) * 1e9))
     return message
-
-
-def _encoded(message: Message) -> tuple[list[_fields.Buffer], int]:
-    data = message.SerializeToString()
-    return [data], len(data)

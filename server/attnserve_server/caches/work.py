@@ -14,7 +14,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnserve_server.caches.cache import Cache
-from attnserve_server.caches.changes import Grow
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.store import CacheStore
@@ -81,7 +80,7 @@ class CacheWork:
     lengths: list[int] = field(default_factory=list, init=False)
     placements: Sequence[Placement] = field(default=(), init=False)
     _before: list[int] = field(default_factory=list, init=False)
-    _appends: Reservation[Grow] | None = field(default=None, init=False)
+    _reservation: Reservation[Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Lists the names of the caches, each once, however many of its layers are used."""
@@ -134,12 +133,12 @@ class CacheWork:
         appends = [(use.cache, use.layer, use.tokens) for use in self.uses if use.tokens]
         if appends:
             foreseen = all(use.expects(use.cache.coming_length(use.layer)) for use in self.uses)
-            self._appends = self.host.store.reserve(appends, now, foreseen, self.appended_field)
+            self._reservation = self.host.store.reserve(appends, now, foreseen, self.appended_field)
 
     def leave_line(self) -> None:
         """Ends its reservation: it has been carried out, or never will be."""
-        if self._appends is not None:
-            self.host.store.cancel(self._appends)
+        if self._reservation is not None:
+            self.host.store.cancel(self._reservation)
 
     def begin(self) -> None:
         """Places the appends. Raises FailedPrecondition if a cache does not have the expected length, CacheFull if
@@ -153,9 +152,9 @@ class CacheWork:
             lengths.append(before + use.tokens)
         self.fit(max(lengths, default=0))
         self.count(lengths)
-        if self._appends is not None:
+        if self._reservation is not None:
             append_ids = [use.append_id for use in self.uses if use.tokens]
-            self.placements = self.host.store.place(self._appends, monotonic(), append_ids)
+            self.placements = self.host.store.place(self._reservation, monotonic(), append_ids)
         self.lengths = lengths
 
     def spoken_of(self, cache: Cache) -> str:
@@ -174,8 +173,8 @@ class CacheWork:
 
     def end(self, failed: bool) -> None:
         """Undoes the appends if it failed."""
-        if failed and self._appends is not None:
-            self.host.store.undo(self._appends)
+        if failed and self._reservation is not None:
+            self.host.store.undo(self._reservation)
 
     def leave(self) -> None:
         """Lets go of everything."""

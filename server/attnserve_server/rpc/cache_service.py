@@ -16,7 +16,7 @@ from grpc import aio
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.access.callers import Caller
-from attnserve_server.caches.operations import Fork, Forked, Look, Truncate, describe, read_append
+from attnserve_server.caches.operations import Fork, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost, Use, cache_named
 from attnserve_server.errors import InvalidRequest, NotFound
@@ -118,7 +118,7 @@ class CacheService:
             store.give_up(caller.name, request_id, monotonic())
         return pb.CacheServiceDeleteResponse()
 
-    def _fork(self, caller: Caller, data: bytes) -> Fork | Forked:
+    def _fork(self, caller: Caller, data: bytes) -> Fork | Look:
         request = parsed(pb.CacheServiceForkRequest, data)
         request_id = _checked_id("request_id", request.request_id)
         try:
@@ -127,14 +127,14 @@ class CacheService:
             made = self._host.store.made_by(caller.name, request_id, monotonic(), shape=None, parent=request.name)
             if made is None:
                 raise
-            return Forked(self._host, (Use(made, 0, 0, None),), len(data), caller.name)
+            return Look(self._host, (Use(made, 0, 0, None),), len(data), caller.name, pb.CacheServiceForkResponse)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, request_id)
 
     def _get(self, caller: Caller, data: bytes) -> Look:
         request = parsed(pb.CacheServiceGetRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
-        return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name)
+        return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name, pb.CacheServiceGetResponse)
 
     def _truncate(self, caller: Caller, data: bytes) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
