@@ -141,8 +141,6 @@ class Truncate(_Operation):
             raise FailedPrecondition(message, "UNEXPECTED_LENGTH", **found)
         if not use.expects(longest):
             raise use.unexpected(longest)
-        if self.length > longest:
-            raise InvalidRequest("length", f"at most {longest}, which the cache has", self.length)
         self.host.store.truncate(use.cache, self.length, self._reservation, self.truncation_id)
         self._reply = pb.CacheServiceTruncateResponse(cache=describe(self.host, use.cache))
 

@@ -124,7 +124,7 @@ class CacheStore(Register):
         Raises InvalidRequest if no layer has that many.
         """
         if length > (longest := max(cache.lengths)):
-            raise InvalidRequest("length", f"at most {longest}, the tokens of the longest layer", length)
+            raise InvalidRequest("length", f"at most {longest}, which the cache has", length)
         if waited is not None:
             waited.wait_no_more()
         before = pages_in(cache.layers)
