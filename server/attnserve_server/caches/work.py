@@ -18,11 +18,10 @@ from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, RequestError
-from attnserve_server.requests.work import Finish
+from attnserve_server.requests.work import Work
 
 if TYPE_CHECKING:
     from attnserve_server.caches.pages import PagePool
-    from attnserve_server.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Use(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class CacheWork:
+class CacheWork(Work):
     """What operations on caches have in common. `lengths` are those after the appends, `placements` where to write."""
 
     host: CacheHost
@@ -93,27 +92,9 @@ class CacheWork:
         return False
 
     @property
-    def computes(self) -> bool:
-        """Whether it does more than change what the store knows."""
-        return True
-
-    def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
-        """None: it is computed by `run_batch`, on a thread that waits."""
-        return None
-
-    @property
     def appended_field(self) -> str:
         """The field of the request whose tokens it appends."""
         return "key"
-
-    @property
-    def layer(self) -> None:
-        """No layer."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Nothing worth counting."""
-        return 0
 
     def enter(self) -> None:
         """Holds the caches and lines up to change them. Raises CacheFull."""

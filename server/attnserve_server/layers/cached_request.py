@@ -65,7 +65,7 @@ class CachedLayerRequest(CacheWork):
         return "input"
 
     @property
-    def layer(self) -> str:  # type: ignore[override]
+    def layer(self) -> str:
         """The name of the layer."""
         return self.applied.layer
 

@@ -34,7 +34,7 @@ from attnserve_server.layers.specification import Dtype
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.reply import ReplyTensor, Timed, payloads_of, tensors_header
 from attnserve_server.requests.request import MAX_KNOWN_HEADER
-from attnserve_server.requests.work import BatchResult, Independent, Phases, RequestResult
+from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -46,7 +46,7 @@ _known = lru_cache(maxsize=4096)(application_of)
 
 
 @dataclass(slots=True)
-class LayerRequest(Independent):
+class LayerRequest(Work):
     """An application that has been checked against its layer; it keeps the layer alive.
 
     It has either `received`, or `input` if it is computed on tensors.

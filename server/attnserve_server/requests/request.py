@@ -17,7 +17,7 @@ from attnserve_server.requests.extent import PER_SEQUENCE, Extent, Span, extent_
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
-from attnserve_server.requests.work import BatchResult, Finish, Independent, Phases, RequestResult
+from attnserve_server.requests.work import BatchResult, Finish, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -39,7 +39,7 @@ class Unfinished(NamedTuple):
 
 
 @dataclass(slots=True)
-class Request(Independent):
+class Request(Work):
     """A problem with its payloads and its size."""
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
@@ -88,10 +88,6 @@ class Request(Independent):
         if self.unfinished is not None:
             return not_finite_cost(self.extent.whole_effort, len(self.unfinished.sequences), self.problem.batch)
         return self.extent.cost
-
-    @property
-    def layer(self) -> None:
-        """No layer."""
 
     @property
     def group(self) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from attnserve._fields import Buffer
 
@@ -77,42 +77,57 @@ Finish: TypeAlias = Callable[[], BatchResult]
 
 
 class Work(Protocol):
-    """One request, decoded and checked."""
+    """One request, decoded and checked. Kinds of requests that derive from it have the defaults of one that needs
+    nothing for itself.
+    """
+
+    __slots__ = ()
 
     reply_field: ClassVar[int]
     """The field of `AttendStreamReply` that holds its reply."""
+
+    received_bytes: int
+    """The bytes of the request."""
 
     @property
     def needs(self) -> Sequence[Hashable]:
         """The things that it needs for itself while it runs, such as caches: requests that need the same one run in
         order of arrival. The four methods below are called only if there are any, all on the event loop.
         """
+        return ()
 
     @property
     def shares(self) -> bool:
         """Whether it leaves those things unchanged, and can have them together with others that do."""
+        return True
 
     @property
     def computes(self) -> bool:
         """Whether there is anything to compute or to copy. If not, it runs on the event loop as soon as its turn has
         come, whatever the device does meanwhile.
         """
+        return True
 
     def enter(self) -> None:
         """Called once it is admitted and before it waits. Raises RequestError if it may not."""
+        return
 
     def begin(self) -> None:
         """Called before it runs: its turn has come, and its cost is now certain. Raises RequestError if it cannot."""
+        return
 
     def end(self, failed: bool) -> None:
         """Called after `begin`, when it has run or failed to."""
+        return
 
     def leave(self) -> None:
         """Called after `enter`, when it is done with, whether it ran or not."""
+        return
 
     @property
     def layer(self) -> str | None:
         """The name of the layer that it applies; None for attention."""
+        return None
 
     @property
     def group(self) -> Hashable:
@@ -141,16 +156,13 @@ class Work(Protocol):
         """Rows of queries, over all sequences."""
 
     @property
-    def received_bytes(self) -> int:
-        """The bytes of the request."""
-
-    @property
     def reply_bytes(self) -> int:
         """The bytes of the reply's tensors."""
 
     @property
     def scratch_bytes(self) -> int:
         """Further memory that computing it takes, if worth counting."""
+        return 0
 
     def run_batch(self, device: Device, batch: Sequence[Self]) -> BatchResult:
         """Computes a batch of requests of this one's group. No result depends on the others."""
@@ -159,48 +171,7 @@ class Work(Protocol):
         """Has a device that launches (`Device.launch_bytes`) compute such a batch, without waiting for it; None if that
         cannot be done without waiting. If it fails, or `Finish` does, the batch can still be computed by `run_batch`.
         """
+        return None
 
     def encode(self, result: RequestResult, phases: Phases, batch_size: int) -> tuple[list[Buffer], int]:
         """The pieces of the encoded reply, and their total length."""
-
-
-class Independent:
-    """A request that needs nothing for itself: the part of `Work` that then has nothing to do."""
-
-    __slots__ = ()
-
-    @property
-    def needs(self) -> Sequence[Hashable]:
-        """Nothing."""
-        return ()
-
-    @property
-    def shares(self) -> bool:
-        """There is nothing to share."""
-        return True
-
-    @property
-    def computes(self) -> bool:
-        """It does: that is what it is for."""
-        return True
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Nothing worth counting."""
-        return 0
-
-    def launch_batch(self, device: Device, batch: Sequence[Any]) -> Finish | None:
-        """None: it is computed by `run_batch`, on a thread that waits."""
-        return None
-
-    def enter(self) -> None:
-        """Nothing to do."""
-
-    def begin(self) -> None:
-        """Nothing to do."""
-
-    def end(self, failed: bool) -> None:
-        """Nothing to do."""
-
-    def leave(self) -> None:
-        """Nothing to do."""
