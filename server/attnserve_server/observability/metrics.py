@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from attnserve_server.caches.store import CacheStore
     from attnserve_server.requests.work import Phases
 
-OPERATIONS: Final = (
-    *("attend", "attend_stream", "apply", "apply_stream"),
-    *("append", "fork", "get", "truncate", "create", "list", "delete"),
-    *("list_layers", "get_layer", "load_layers", "unload_layers", "server_info"),
-)
+Operation: TypeAlias = Literal[
+    "attend", "attend_stream", "apply", "apply_stream",
+    "append", "fork", "get", "truncate", "create", "list", "delete",
+    "list_layers", "get_layer", "load_layers", "unload_layers", "server_info",
+]  # fmt: skip
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
 """What a caller can ask for: attention or a layer, by itself or as one call of a stream; operations on caches, and on
 layers; and what the server is.
 """
@@ -182,7 +183,7 @@ class Metrics:
         ).info({"version": version, "torch": torch_version, "device": device, "native_kernel": native_kernel})
         ProcessCollector(registry=registry)
 
-    def finished(self, operation: str, code: str, duration_s: float, requests: int) -> None:
+    def finished(self, operation: Operation, code: str, duration_s: float, requests: int) -> None:
         """A request was answered, with this gRPC status code, so many seconds after it came; or several that came
         together.
         """
@@ -199,7 +200,7 @@ class Metrics:
         """A request was computed, and its phases took so many seconds; or several, the phases of each taking that."""
         self._observe_phases(seconds, requests)
 
-    def exemplify(self, labels: dict[str, str], operation: str, duration_s: float, phases: Phases | None) -> None:
+    def exemplify(self, labels: dict[str, str], operation: Operation, duration_s: float, phases: Phases | None) -> None:
         """Makes a request's times the exemplars of their buckets, with the labels of its trace. Counts nothing."""
         self._durations[operation].exemplify(duration_s, labels)
         if phases is not None:

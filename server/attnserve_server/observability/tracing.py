@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanContext, Tracer
 
-    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.observability.metrics import Metrics, Operation
     from attnserve_server.requests.work import BatchResult, Phases
     from attnserve_server.scheduling.entry import Entry
 
@@ -75,7 +75,7 @@ class Trace:
 
     __slots__ = ("_arrival", "_offset", "_operation", "_span", "_tracing", "ran")
 
-    def __init__(self, tracing: Tracing, operation: str, span: Span, arrival: float, offset: int) -> None:
+    def __init__(self, tracing: Tracing, operation: Operation, span: Span, arrival: float, offset: int) -> None:
         self._tracing = tracing
         self._operation = operation
         self._span = span
@@ -137,7 +137,7 @@ class Tracing:
         self._device = device
         self._close = close
 
-    def begin(self, operation: str, parent: TraceParent | None, arrival: float) -> Trace | None:
+    def begin(self, operation: Operation, parent: TraceParent | None, arrival: float) -> Trace | None:
         """Starts the trace of a request that came at `arrival`; None if it is not to be recorded."""
         context = self._no_context
         if parent is not None:
@@ -213,7 +213,7 @@ class Tracing:
         span = self._tracer.start_span(name, context, links=links, start_time=start)
         span.end(max(start, _nanoseconds(end, offset)))
 
-    def exemplify(self, context: SpanContext, operation: str, seconds: float, phases: Phases | None) -> None:
+    def exemplify(self, context: SpanContext, operation: Operation, seconds: float, phases: Phases | None) -> None:
         """Has the metrics refer to the span of a request that took so long."""
         labels = {
             "trace_id": self._api.format_trace_id(context.trace_id),

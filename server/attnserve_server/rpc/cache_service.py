@@ -16,13 +16,13 @@ from grpc import aio
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.access.callers import Caller
-from attnserve_server.caches.operations import Fork, Look, Truncate, describe, read_append
+from attnserve_server.caches.operations import Append, Fork, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost, Use, cache_named
 from attnserve_server.errors import InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
-from attnserve_server.rpc.engine_calls import EngineCalls, ReadWhole
+from attnserve_server.rpc.engine_calls import EngineCalls
 from attnserve_server.rpc.rpcs import Rpcs, parsed
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -56,20 +56,16 @@ class CacheService:
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
-        at_its_turn: dict[str, ReadWhole] = {
-            "Append": lambda caller, message: read_append(self._host, caller.name, message, self._limits),
-            "Fork": self._fork,
-            "Get": self._get,
-            "Truncate": self._truncate,
-        }
-        answering = self._rpcs.answering
+        answering, at_its_turn = self._rpcs.answering, self._calls.handler
         handlers = {
             "Create": answering("create", pb.CacheServiceCreateRequest, self._create, "use"),
             "List": answering("list", pb.CacheServiceListRequest, self._list, "use", one_at_a_time=True),
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
+            "Append": at_its_turn("append", self._append),
+            "Fork": at_its_turn("fork", self._fork),
+            "Get": at_its_turn("get", self._get),
+            "Truncate": at_its_turn("truncate", self._truncate),
         }
-        for name, read in at_its_turn.items():
-            handlers[name] = self._calls.handler(name.lower(), read)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
 
     def _create(self, caller: Caller, request: pb.CacheServiceCreateRequest) -> pb.CacheServiceCreateResponse:
@@ -117,6 +113,9 @@ class CacheService:
         async for request_id in _with_turns(request.request_ids):
             store.give_up(caller.name, request_id, monotonic())
         return pb.CacheServiceDeleteResponse()
+
+    def _append(self, caller: Caller, data: bytes) -> Append:
+        return read_append(self._host, caller.name, data, self._limits)
 
     def _fork(self, caller: Caller, data: bytes) -> Fork | Look:
         request = parsed(pb.CacheServiceForkRequest, data)

@@ -14,6 +14,7 @@ from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError
+from attnserve_server.observability.metrics import Operation
 from attnserve_server.observability.tracing import TraceParent
 from attnserve_server.requests.work import Work
 
@@ -32,7 +33,7 @@ OPERATIONS: Final = {
 ERROR_FIELD: Final = pb.AttendStreamReply.ERROR_FIELD_NUMBER
 """The field of a reply that holds an error."""
 
-LABELS: Final = {name: f"{name}_stream" for name in OPERATIONS.values()}
+LABELS: Final[dict[str, Operation]] = {"attend": "attend_stream", "apply": "apply_stream"}
 """The metrics' names for operations on a stream."""
 
 # Tags of fields whose numbers fit into a tag of one byte.
@@ -60,7 +61,7 @@ class Call(NamedTuple):
     parent: TraceParent | None = None
 
     @property
-    def label(self) -> str:
+    def label(self) -> Operation:
         """Its name in the metrics."""
         return LABELS[self.operation or "attend"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnserve_server.access.callers import Caller
     from attnserve_server.errors import RequestError
     from attnserve_server.no_room import NoRoom
-    from attnserve_server.observability.metrics import Metrics
+    from attnserve_server.observability.metrics import Metrics, Operation
     from attnserve_server.observability.tracing import Trace
 
 
@@ -27,7 +27,7 @@ class Endings:
         self._metrics = metrics
         self._refusals = refusals
 
-    def ended(self, label: str, code: str, arrival: float, trace: Trace | None = None, requests: int = 1) -> None:
+    def ended(self, label: Operation, code: str, arrival: float, trace: Trace | None = None, requests: int = 1) -> None:
         """A call that came at `arrival` (seconds of `time.perf_counter`) ends with a gRPC status code; or several that
         came together. `label` is its operation's name in the metrics. A trace is finished if it is given.
         """

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
-from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.fast_path import Answered, FastPath
@@ -38,7 +38,7 @@ class EngineCalls:
         """Raises what any request would be refused with because the server is starting, ending or failed."""
         self._engine.check_open()
 
-    def handler(self, operation: str, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
+    def handler(self, operation: Operation, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
         """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
         answer = partial(self._answer, read, fast_path)
         return self._rpcs.unary(operation, self._admit, answer)

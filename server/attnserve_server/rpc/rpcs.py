@@ -25,7 +25,7 @@ from attnserve_server.errors import (
     RequestError,
     error_for_caller,
 )
-from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.caller_turns import CallerTurns
@@ -85,7 +85,7 @@ class Rpcs:
 
     def unary(
         self,
-        operation: str,
+        operation: Operation,
         admit: Callable[[Caller], object],
         answer: Callable[[Received], Awaitable[bytes]],
         *,
@@ -145,7 +145,7 @@ class Rpcs:
 
     def answering(
         self,
-        operation: str,
+        operation: Operation,
         request_type: type[M],
         answer: Callable[[Caller, M], Reply | Awaitable[Reply]],
         *roles: Role,

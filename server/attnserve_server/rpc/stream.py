@@ -28,7 +28,7 @@ from attnserve_server.errors import (
     error_for_caller,
 )
 from attnserve_server.no_room import NoRoom
-from attnserve_server.observability.metrics import Metrics
+from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
 from attnserve_server.rpc.answers import encoded
@@ -285,7 +285,7 @@ class CallStream:
         self._in_flight[call.id] = entry
         return None
 
-    def _answer(self, call_id: int, label: str, entry: Entry, outcome: Outcome | RequestError) -> None:
+    def _answer(self, call_id: int, label: Operation, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
             if isinstance(outcome, Outcome):
@@ -305,7 +305,7 @@ class CallStream:
     def _answer_error(
         self,
         call_id: int,
-        label: str,
+        label: Operation,
         error: RequestError | NoRoom,
         arrival: float,
         entry: Entry | None,
