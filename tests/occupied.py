@@ -37,7 +37,7 @@ class Occupied:
     then share what batches they can.
     """
 
-    FLOPS = messages.read(_REQUEST).flops
+    FLOPS = messages.read(_REQUEST).extent.flops
     """Of each request that occupies the device."""
 
     def __init__(self, server: Server) -> None:

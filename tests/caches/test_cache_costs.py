@@ -152,7 +152,7 @@ async def test_it_may_be_more_than_one_request_may_cost(bench: Bench) -> None:
     cut = bench.truncate(cache, 0)
     reader = bench.attend(cache, seed=1, appended=1)
     assert isinstance(reader.request, CachedRequest)
-    most = 10 * reader.request.flops  # and it finds 300 times as many
+    most = 10 * reader.request.extent.flops  # and it finds 300 times as many
     reader.request.limits = replace(LIMITS, max_request_flops=most)
     bench.engine.cancel([cut])
     bench.device.may_run.set()

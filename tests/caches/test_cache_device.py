@@ -37,7 +37,7 @@ async def test_attention_to_caches(meta_device: CudaDevice, lengths: tuple[int, 
         await bench.outcome(entry)
     (batch,) = ran
     (result,) = batch.results
-    assert len(result.output) == entry.request.reply_bytes
+    assert len(result.output) == entry.request.extent.reply_bytes
     assert set(torch.frombuffer(result.output, dtype=torch.float32).tolist()) == {SEVEN}
     transfers = meta_device._transfers
     assert isinstance(transfers, MetaTransfers)

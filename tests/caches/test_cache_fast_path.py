@@ -271,11 +271,11 @@ def test_more_than_may_be_computed_inline_takes_the_ordinary_path(stepping_: Ste
     cache = stepping_.create(100)
     stepping_.learn(step(cache))
     message = message_of(step(cache))
-    cost = stepping_.read(step(cache).SerializeToString()).cost
+    cost = stepping_.read(step(cache).SerializeToString()).extent.cost
     assert stepping_.turn(message, most=cost - 1) is None
     turn = stepping_.turn(message, most=cost)
     assert turn is not None
-    assert turn.flops == stepping_.read(step(cache).SerializeToString()).flops
+    assert turn.flops == stepping_.read(step(cache).SerializeToString()).extent.flops
     turn.end(failed=False)
 
 

@@ -92,7 +92,7 @@ def test_a_request_that_is_kept_costs_what_its_cache_has_come_to(stepping_: Step
     cache = stepping_.create(8)
     append = step(cache, append=True)
     stepping_.learn(append)
-    most = _read(stepping_, append).cost
+    most = _read(stepping_, append).extent.cost
     for expected in ([9], [9]):
         turn = stepping_.turn(message_of(append), most=most)
         if turn is not None:

@@ -160,10 +160,12 @@ async def test_resident_keys_cost(bench: Bench) -> None:
     waiting = bench.read(cache, tokens=3)
     assert isinstance(await asyncio.wait_for(appending, PATIENCE_S), Outcome)
     request = bench.read(cache, tokens=3)
-    assert waiting.cost == request.cost, "what has been admitted before it is counted in already"
-    assert request.flops - empty.flops == BLOCKS * 3 * 10 * HEADS * 2 * (2 * WIDTH // HEADS)
-    assert request.cost - empty.cost == BLOCKS * 3 * 10 * HEADS * PAIR_COST, "which is more, as its heads are narrow"
-    assert request.query_tokens == 3
+    assert waiting.extent.cost == request.extent.cost, "what has been admitted before it is counted in already"
+    assert request.extent.flops - empty.extent.flops == BLOCKS * 3 * 10 * HEADS * 2 * (2 * WIDTH // HEADS)
+    assert request.extent.cost - empty.extent.cost == BLOCKS * 3 * 10 * HEADS * PAIR_COST, (
+        "which is more, as its heads are narrow"
+    )
+    assert request.extent.query_tokens == 3
     assert request.needs == [cache.name]
 
 
@@ -172,15 +174,16 @@ async def test_resident_keys_count_towards_the_most_that_a_request_may_cost(benc
     cache = bench.create()
     await bench.output(cache, tokens=10)
     weighed = bench.read(cache, tokens=3)
-    most = weighed.applied.extent.weighed + weighed.resident_cost.weighed
-    assert bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most)).cost == weighed.cost
+    applied, cost = weighed.applied.extent, weighed.extent.cost
+    most = applied.weighed + cost - applied.cost
+    assert bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most)).extent.cost == cost
     with pytest.raises(InvalidRequest, match=rf"at most {most - 1} FLOPs \(max_request_flops\)"):
         bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most - 1))
     request = bench.read(cache, tokens=3, limits=replace(LIMITS, max_request_flops=most))
     request.count_over([10])
     with pytest.raises(InvalidRequest, match="max_request_flops"):
         request.count_over([11])
-    assert request.cost == weighed.cost
+    assert request.extent.cost == weighed.extent.cost
 
 
 async def test_no_room_is_foreseen(bench: Bench) -> None:

@@ -79,10 +79,10 @@ def test_they_are_those_of_the_keys_that_queries_attend_to(drawn: tuple[Case, li
     options = {**case.options, "kv_lengths": case.options.get("kv_lengths", lengths)}
     of_caches = oracle.attend(case.query, case.key, case.value, **options).attended.sum()
     request = cached(case, lengths)
-    assert request.flops == PAIR * of_caches
-    assert request.cost >= request.effort >= request.flops
-    assert request.whole_effort >= request.flops
-    assert messages.read(attend_request(case)).flops == PAIR * case.expected.attended.sum()
+    assert request.extent.flops == PAIR * of_caches
+    assert request.extent.cost >= request.effort >= request.extent.flops
+    assert request.whole_effort >= request.extent.flops
+    assert messages.read(attend_request(case)).extent.flops == PAIR * case.expected.attended.sum()
 
 
 def test_those_of_packed_sequences_are_each_ones_own() -> None:
@@ -100,7 +100,7 @@ def test_those_of_packed_sequences_are_each_ones_own() -> None:
         alignment=pb.ALIGNMENT_BOTTOM_RIGHT,
         window=pb.Window(left=2, right=-1),
     )
-    assert messages.read(message).flops == PAIR * case.expected.attended.sum() == PAIR * HEADS * (3 * 3 + 3)
+    assert messages.read(message).extent.flops == PAIR * case.expected.attended.sum() == PAIR * HEADS * (3 * 3 + 3)
 
 
 @pytest.mark.parametrize("options", [{"window": (15, 0)}, {"kv_lengths": [16]}], ids=["window", "kv_lengths"])
@@ -109,7 +109,7 @@ def test_a_cache_may_be_as_long_as_it_likes(options: dict[str, Any]) -> None:
     case = Case(zeros(1, HEADS, 64, WIDTH), zeros(0), zeros(0), {**options, "causal": "bottom_right"})
     limits = replace(LIMITS, max_request_flops=10**6)
     short, long = (cached(case, [length], limits) for length in (100, 10**9))
-    assert (short.flops, short.cost, short.effort) == (long.flops, long.cost, long.effort)
+    assert (short.extent.flops, short.extent.cost, short.effort) == (long.extent.flops, long.extent.cost, long.effort)
     with pytest.raises(InvalidRequest, match="FLOPs"):
         cached(Case(case.query, case.key, case.value), [10**9], limits)
 
@@ -137,11 +137,11 @@ def test_it_is_counted_anew_where_lengths_and_offsets_are_others() -> None:
     """The caches have not changed since, but the contents of the request have."""
     case = Case(zeros(1, HEADS, 1, WIDTH), zeros(0), zeros(0), {"causal": "bottom_right", "kv_lengths": [16]})
     request = cached(case, [100])
-    before = request.flops
+    before = request.extent.flops
     twice = Case(case.query, case.key, case.value, {**case.options, "kv_lengths": [32]})
     request.payloads = cached(twice, [100]).payloads
     request.count([100])
-    assert request.flops == 2 * before
+    assert request.extent.flops == 2 * before
 
 
 @pytest.mark.parametrize("returned", [{"return_scores": "raw"}, {"softcap": 2.0}], ids=["scores", "softcap"])
@@ -153,7 +153,7 @@ def test_what_is_written_out_counts_all_that_is_computed(returned: dict[str, Any
     case = Case(zeros(1, HEADS, 4, WIDTH), zeros(0), zeros(0), options)
     scores = returned.get("return_scores")
     request = cached(case, [100], return_scores=scores)
-    assert request.flops == PAIR * HEADS * 4 * (100 if scores else 7)
+    assert request.extent.flops == PAIR * HEADS * 4 * (100 if scores else 7)
 
 
 def test_the_limit_is_on_what_is_computed_where_attention_has_to_be_written_out() -> None:
@@ -163,7 +163,7 @@ def test_the_limit_is_on_what_is_computed_where_attention_has_to_be_written_out(
     )
     message = attend_request(case).SerializeToString()
     limits = replace(LIMITS, max_request_flops=HEADS * 1000 * 1000 * 64 - 1)
-    assert messages.read(attend_request(case)).flops == PAIR * HEADS * 1000
+    assert messages.read(attend_request(case)).extent.flops == PAIR * HEADS * 1000
     with pytest.raises(InvalidRequest, match="FLOPs"):
         messages.read_request(message, limits=limits)
     with pytest.raises(InvalidRequest, match="FLOPs"):

@@ -164,7 +164,7 @@ def test_on_a_device_that_the_host_cannot_read(
             batch = run_batch(bench.host.pages, device, requests)
     assert batch.kernel_calls == {varlen_cuda.NAME: 1}
     for request, found in zip(requests, batch.results, strict=True):
-        assert len(found.output) + len(found.lse or b"") == request.reply_bytes
+        assert len(found.output) + len(found.lse or b"") == request.extent.reply_bytes
     transfers = device._transfers
     assert isinstance(transfers, MetaTransfers)
     assert transfers.waits == 1
@@ -254,4 +254,6 @@ def test_what_is_launched_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatc
         batch = thread.submit(finish).result()
     assert transfers.waits == 1
     assert batch.kernel_calls == {varlen_cuda.NAME: 1}
-    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [r.reply_bytes for r in requests]
+    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [
+        r.extent.reply_bytes for r in requests
+    ]

@@ -75,7 +75,7 @@ def result_of(case: Case, result: Any, request: Request) -> Any:
     """A request's result as arrays, in the shapes of a reply."""
     problem = request.problem
     sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
-    assert sum(sizes) == request.reply_bytes
+    assert sum(sizes) == request.extent.reply_bytes
     wide = np.float64 if case.query.dtype == np.float64 else np.float32
     rows = case.expected.lse.shape
     return SimpleNamespace(

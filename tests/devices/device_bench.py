@@ -38,7 +38,7 @@ def assert_batch_invariant(devices: dict[int, CpuDevice], requests: list[Request
         for request, bits in zip(requests, alone, strict=True):
             assert contents(device.run([request]).results[0]) == bits, (threads, request.problem)
     for request, bits in zip(requests, alone, strict=True):
-        assert sum(len(part) for part in bits if part is not None) == request.reply_bytes
+        assert sum(len(part) for part in bits if part is not None) == request.extent.reply_bytes
 
 
 def assert_matches_oracle(device: CpuDevice, message: pb.AttendRequest, **options: Any) -> None:

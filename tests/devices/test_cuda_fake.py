@@ -61,7 +61,7 @@ def test_random_batches(device: torch.device, plans: list[tuple[Plan, dict[str, 
     assert transfers.waits == 1
     for request, result in zip(requests, batch.results, strict=True):
         sizes = [len(part) for part in (result.output, result.lse, result.scores) if part is not None]
-        assert sum(sizes) == request.reply_bytes
+        assert sum(sizes) == request.extent.reply_bytes
 
 
 def test_a_small_request_is_few_operations() -> None:
@@ -83,7 +83,9 @@ def test_what_is_launched_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(1) as thread:
         batch = thread.submit(finish).result()
     assert transfers.waits == 1
-    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [r.reply_bytes for r in requests]
+    assert [len(found.output) + len(found.lse or b"") for found in batch.results] == [
+        r.extent.reply_bytes for r in requests
+    ]
 
 
 @pytest.mark.parametrize(

@@ -57,15 +57,15 @@ def test_work_that_is_divided_equals_work_that_is_not(
         messages.read(messages.random_attend(seed, length, heads=4, kv_heads=2, width=64, dtype=dtype, return_lse=True))
         for seed, length in enumerate(lengths)
     ]
-    assert sum(request.flops for request in batch) > SPLIT_FLOPS
-    assert len(batch) == 1 or max(request.flops for request in batch) < SPLIT_FLOPS
+    assert sum(request.extent.flops for request in batch) > SPLIT_FLOPS
+    assert len(batch) == 1 or max(request.extent.flops for request in batch) < SPLIT_FLOPS
     assert_batch_invariant(devices, batch)
 
 
 def test_divided_work_is_right(devices: dict[int, CpuDevice]) -> None:
     message = messages.random_attend(0, 300, batch=2, heads=4, kv_heads=2, width=48, causal=True, return_lse=True)
     request = messages.read(message)
-    assert request.flops > SPLIT_FLOPS
+    assert request.extent.flops > SPLIT_FLOPS
     assert_matches_oracle(devices[2], message, causal=True)
 
 

@@ -230,7 +230,7 @@ def test_what_is_not_finite_is_computed_once_more_alone(best: Layers, value: flo
     assert batch.again.keys() == {1}
     (again,) = batch.again.values()
     assert again.group != requests[1].group
-    assert again.cost == requests[1].cost
+    assert again.extent.cost == requests[1].extent.cost
     found = best.outputs(*requests)
     assert_same_bits(found[0], before[0])
     assert_same_bits(found[2], before[2])

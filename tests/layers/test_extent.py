@@ -73,7 +73,7 @@ async def test_what_contents_say_is_not_remembered(registry: Registry, name: str
     assert requests[0].application is requests[1].application
     field = "offsets" if name == "query_offset" else name
     assert [getattr(request.extent, field) for request in requests] == [[1, 5], [3, 2]]
-    assert (requests[0].flops == requests[1].flops) == (name == "query_offset")
+    assert (requests[0].extent.flops == requests[1].extent.flops) == (name == "query_offset")
     if name != "query_offset":
         with pytest.raises(InvalidRequest, match="from 0 to 5"):
             read_layer_request(registry, message(rows=rows, **asked, **{name: [6, 0]}))
@@ -108,12 +108,12 @@ async def test_tensors_are_within_limits(registry: Registry, limits: RequestLimi
             read_layer_request(registry, buffer, limits=limits)
         assert (caught.value.field, caught.value.reason) == ("input.shape", "LIMIT_EXCEEDED")
         assert caught.value.metadata["limit"] == limit
-    assert read_layer_request(registry, buffer, limits=enough).query_tokens == 2 * len(X)
+    assert read_layer_request(registry, buffer, limits=enough).extent.query_tokens == 2 * len(X)
 
 
 async def test_calls_cost_for_each_sequence(registry: Registry) -> None:
     request = read_layer_request(registry, message(rows=np.stack([X] * 3)))
-    assert request.cost == request.extent.weighed + 3 * CALL_COST
+    assert request.extent.cost == request.extent.weighed + 3 * CALL_COST
 
 
 async def test_no_more_is_remembered_than_there_is_room_for(

@@ -202,11 +202,11 @@ def _contents(request: pb.AttendRequest) -> Any:
 def _assert_adds_up(asked: Asked, parsed: pb.AttendStreamRequest) -> None:
     requests = [messages.read(call.attend) for call in parsed.calls]
     assert asked.request_bytes == sum(request.received_bytes for request in requests)
-    assert asked.result_bytes >= sum(request.reply_bytes for request in requests)
-    assert asked.cost == sum(request.cost for request in requests)
+    assert asked.result_bytes >= sum(request.extent.reply_bytes for request in requests)
+    assert asked.cost == sum(request.extent.cost for request in requests)
     assert asked.effort == sum(request.effort for request in requests)
-    assert asked.flops == sum(request.flops for request in requests)
-    assert asked.tokens == sum(request.query_tokens for request in requests)
+    assert asked.flops == sum(request.extent.flops for request in requests)
+    assert asked.tokens == sum(request.extent.query_tokens for request in requests)
     assert asked.calls == sum(request.problem.batch for request in requests)
     timeouts = [call.timeout.ToNanoseconds() for call in parsed.calls if call.HasField("timeout")]
     shortest = min(timeouts, default=2**63 - 1)

@@ -130,7 +130,7 @@ def test_where_no_thread_is_to_be_had_the_caller_computes_alone(
         raise RuntimeError("can't start new thread")
 
     asked = messages.read(messages.random_attend(5, 300, heads=4, width=64))
-    assert asked.flops > 2 * HELPED_FLOPS
+    assert asked.extent.flops > 2 * HELPED_FLOPS
     (expected,) = device.run([asked]).results
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", start)

@@ -114,7 +114,9 @@ def test_what_a_request_and_its_batch_did_when(
     assert request.attributes is not None
     assert batch.attributes["attnserve.batch.requests"] == request.attributes["attnserve.batch.requests"] == 3
     assert batch.attributes["attnserve.batch.padding_ratio"] == 0.125
-    assert batch.attributes["attnserve.batch.query_tokens"] == sum(entry.request.query_tokens for entry in entries)
+    assert batch.attributes["attnserve.batch.query_tokens"] == sum(
+        entry.request.extent.query_tokens for entry in entries
+    )
     assert batch.attributes["attnserve.kernels"] == ("a", "b")
     assert "attnserve.layer" not in batch.attributes
     assert recording.exemplars("attnserve_request_duration_seconds") == {end - 2.0}, "as the metrics have it"

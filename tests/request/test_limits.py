@@ -60,7 +60,7 @@ WIDE_FLOPS = 2 * PAIRS * (40 + 40)
         (ATTEND, "max_request_flops", FLOPS, "", f"at most {FLOPS - 1} FLOPs (max_request_flops), found {FLOPS} FLOPs"),
         (WIDE, "max_request_flops", WIDE_FLOPS, "", f"at most {WIDE_FLOPS - 1} FLOPs"),
         (SOFTCAP, "max_request_flops", 1024 * PAIRS, "", f"at most {1024 * PAIRS - 1} FLOPs"),  # slower kernels
-        (ADDITIVE, "max_request_flops", 80 * messages.read(ADDITIVE).flops, "", "FLOPs"),
+        (ADDITIVE, "max_request_flops", 80 * messages.read(ADDITIVE).extent.flops, "", "FLOPs"),
         (ATTEND, "max_sequences", 2, "query.shape", "at most 1 sequences (max_sequences), found 2"),
     ],
 )

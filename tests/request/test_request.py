@@ -60,7 +60,7 @@ def test_packed_sequences_lie_end_to_end() -> None:
         Span(2, 1, 3, 4, 1, 4, 0),
     )
     assert request.longest == (4, 4)
-    assert request.query_tokens == 7
+    assert request.extent.query_tokens == 7
 
 
 def test_packed_without_sequences() -> None:
@@ -69,7 +69,7 @@ def test_packed_without_sequences() -> None:
         empty, empty, empty, layout=pb.LAYOUT_PACKED, query_lengths=ints(), kv_lengths=ints(), query_offset=ints()
     )
     request = messages.read(message)
-    assert (request.spans, request.longest, request.flops, request.reply_bytes) == ((), (0, 0), 0, 0)
+    assert (request.spans, request.longest, request.extent.flops, request.extent.reply_bytes) == ((), (0, 0), 0, 0)
 
 
 def test_packed_without_lengths_is_told_before_anything_about_heads() -> None:
@@ -154,16 +154,16 @@ def test_contents_that_lie_are_named(message: pb.AttendRequest, field: str) -> N
 )
 def test_flops(fields: dict[str, Any], flops: int) -> None:
     message = messages.random_attend(0, 3, kv_length=5, batch=2, heads=4, kv_heads=2, **fields)
-    assert messages.read(message).flops == flops
+    assert messages.read(message).extent.flops == flops
 
 
 def test_flops_of_packed_sequences_are_those_of_their_pairs() -> None:
-    assert messages.read(packed(ints(3, 4), ints(5, 0))).flops == 2 * (3 * 5) * 4 * (8 + 8)
+    assert messages.read(packed(ints(3, 4), ints(5, 0))).extent.flops == 2 * (3 * 5) * 4 * (8 + 8)
 
 
 def test_what_is_as_wide_as_heads_are_costs_its_flops() -> None:
     request = messages.read(messages.random_attend(0, 16, heads=8, width=64))
-    assert request.cost == request.effort == request.flops
+    assert request.extent.cost == request.effort == request.extent.flops
 
 
 @pytest.mark.parametrize(
@@ -183,17 +183,17 @@ def test_what_is_narrow_costs_what_it_takes_and_is_not_computed_on_the_event_loo
         0, rows, kv_length=keys, batch=batch, heads=heads, kv_heads=kv_heads, width=1, dtype=np.float16
     )
     request = messages.read(message)
-    assert request.flops < 20 * 2**20
-    assert request.cost >= request.effort > Config().inline_flops
+    assert request.extent.flops < 20 * 2**20
+    assert request.extent.cost >= request.effort > Config().inline_flops
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.0}])
 def test_heads_cost_what_their_pairs_take_however_narrow_they_are(options: dict[str, Any]) -> None:
     """So that narrow heads gain their caller no share of the device, and do not spoil the rate of others."""
     narrow, wider = (messages.read(messages.random_attend(0, 512, heads=8, width=width, **options)) for width in (1, 8))
-    assert narrow.cost == wider.cost > 2 * narrow.flops
+    assert narrow.extent.cost == wider.extent.cost > 2 * narrow.extent.flops
     causal = messages.read(messages.random_attend(0, 512, heads=8, width=1, causal=True, **options))
-    assert causal.cost < (0.51 if not options else 1.01) * narrow.cost
+    assert causal.extent.cost < (0.51 if not options else 1.01) * narrow.extent.cost
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [(np.float64, 8), (np.float32, 4)])
@@ -203,8 +203,8 @@ def test_the_effort_of_a_query_that_reads_more_than_it_computes_is_what_it_reads
         for rows in (1, 16)
     )
     read = 1000 * 2 * (64 + 64) * item_bytes
-    assert alone.flops < alone.effort == read
-    assert many.effort == many.flops == 16 * alone.flops
+    assert alone.extent.flops < alone.effort == read
+    assert many.effort == many.extent.flops == 16 * alone.extent.flops
 
 
 def test_the_effort_of_narrow_heads_is_what_their_rows_and_keys_take() -> None:
@@ -224,7 +224,7 @@ def test_the_effort_of_narrow_heads_is_what_their_rows_and_keys_take() -> None:
 def test_each_call_of_a_kernel_costs() -> None:
     def calls(message: pb.AttendRequest) -> float:
         request = messages.read(message)
-        return (request.cost - request.effort) / CALL_COST
+        return (request.extent.cost - request.effort) / CALL_COST
 
     slopes, padded = np.ones(8, np.float32), {"kv_length": 4, "batch": 4, "width": 64, "heads": 8}
     assert calls(messages.random_attend(0, 3, **padded)) == 0, "any number of such requests is one call"
@@ -236,7 +236,7 @@ def test_each_call_of_a_kernel_costs() -> None:
 
 
 def test_what_has_no_queries_costs_nothing() -> None:
-    assert messages.read(messages.random_attend(0, 0, kv_length=3, batch=1 << 10, heads=16)).cost == 0
+    assert messages.read(messages.random_attend(0, 0, kv_length=3, batch=1 << 10, heads=16)).extent.cost == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
@@ -254,14 +254,14 @@ def test_reply_bytes(dtype: Any, return_lse: bool, stage: int) -> None:
     if stage:
         expected += rows * 5 * itemsize
     request = messages.read(message)
-    assert request.reply_bytes == expected
-    assert request.query_tokens == 2 * 3
+    assert request.extent.reply_bytes == expected
+    assert request.extent.query_tokens == 2 * 3
     assert request.received_bytes == message.ByteSize()
 
 
 def test_the_reply_bytes_of_packed_scores_are_those_of_the_longest_keys() -> None:
     request = messages.read(packed(ints(3, 4), ints(2, 3), return_scores=pb.SCORE_STAGE_RAW))
-    assert request.reply_bytes == 7 * 4 * (8 + 3) * 4
+    assert request.extent.reply_bytes == 7 * 4 * (8 + 3) * 4
 
 
 def test_requests_of_any_shape_and_options_can_be_one_batch_but_those_written_out_are_by_themselves() -> None:

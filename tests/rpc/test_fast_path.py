@@ -220,7 +220,7 @@ async def test_want_of_memory_goes_the_other_way(device: CpuDevice, monkeypatch:
 
 async def test_more_than_is_computed_on_the_loop_goes_the_other_way(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(1, 64, heads=8, width=64)
-    cost = messages.read(request).cost
+    cost = messages.read(request).extent.cost
     path.learn(request)
     fitting = INLINE // cost
     assert fitting >= 1
@@ -231,7 +231,7 @@ async def test_more_than_is_computed_on_the_loop_goes_the_other_way(device: CpuD
 async def test_larger_answers_than_a_reply_may_be_go_the_other_way(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(1)
     path.learn(request)
-    narrow = path.of_at_most(messages.read(request).reply_bytes - 1)
+    narrow = path.of_at_most(messages.read(request).extent.reply_bytes - 1)
     message = message_of(request)
     assert isinstance(narrow.answer_message(CALLER, message, perf_counter(), ()), Declined)
     assert len(path.replies(path.answer(message))) == 1

@@ -98,8 +98,8 @@ async def test_they_are_counted_like_others(path: Path) -> None:
     appends = path.caches.store.counts.appends
     assert path.answer(request) is not None
     count = path.bench.count
-    assert count("attnserve_query_tokens_total") == read.query_tokens == 2
-    assert count("attnserve_flops_total") == read.flops > 0
+    assert count("attnserve_query_tokens_total") == read.extent.query_tokens == 2
+    assert count("attnserve_flops_total") == read.extent.flops > 0
     assert count("attnserve_kernel_calls_total", kernel=library.NAME) == 2
     assert count("attnserve_batch_requests_count") == count("attnserve_batch_requests_sum") == 1
     for phase in ("decode", "queue", "staging", "compute", "encode"):
@@ -171,9 +171,9 @@ async def test_a_message_that_is_cut_short_is_for_others(path: Path) -> None:
 async def test_much_is_not_learnt(path: Path) -> None:
     cache = path.caches.create(5, owner="me")
     request = step(cache, heads=1000)
-    assert path.caches.read(request.SerializeToString(), "me").cost < INLINE
+    assert path.caches.read(request.SerializeToString(), "me").extent.cost < INLINE
     assert [path.answer(request) is not None for _ in range(3)] == [False, False, True]
     long = path.caches.create(1500, owner="me")
     request = step(long, heads=1000)
-    assert path.caches.read(request.SerializeToString(), "me").cost > INLINE
+    assert path.caches.read(request.SerializeToString(), "me").extent.cost > INLINE
     assert [path.answer(request) for _ in range(4)] == [None] * 4

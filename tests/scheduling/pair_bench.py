@@ -19,7 +19,7 @@ from rpcs import new_metrics
 
 from attnserve_server.devices.failures import Blame
 from attnserve_server.errors import RequestError
-from attnserve_server.requests.work import BatchResult, Finish, RequestResult
+from attnserve_server.requests.work import BatchResult, Extent, Finish, RequestResult
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.entry import Entry, Outcome
 
@@ -37,9 +37,7 @@ class Asked:
     layer: None = None
     kind: str = "asked"
     priority: int = 0
-    query_tokens: int = 1
     received_bytes: int = 1
-    reply_bytes: int = 1
     scratch_bytes: int = 0
     said: list[str] = field(default_factory=list)
     """The lifecycle calls that the engine has made on it."""
@@ -50,8 +48,8 @@ class Asked:
         return self.kin, bool(self.needs)
 
     @property
-    def flops(self) -> int:
-        return self.cost
+    def extent(self) -> Extent:
+        return Extent(flops=self.cost, cost=self.cost, query_tokens=1, reply_bytes=1)
 
     def enter(self) -> None:
         self.said.append("enter")

@@ -40,7 +40,7 @@ async def test_an_idle_device_starts_at_once(inline_flops: int) -> None:
 
 async def test_the_thread_is_chosen_by_cost() -> None:
     message = messages.random_attend(0)
-    cost = messages.read(message).cost
+    cost = messages.read(message).extent.cost
     for inline_flops, thread in ((cost, "MainThread"), (cost - 1, "attnserve-device_0")):
         device = HeldDevice(inline_flops)
         bench = Bench(device)
@@ -167,7 +167,7 @@ async def test_what_cannot_run_together_runs_apart_and_answers_reach_their_calle
 async def test_a_batch_is_bounded_by_cost() -> None:
     device = HeldDevice(BESIDE)
     message = messages.random_attend(0)
-    bench = Bench(device, max_batch_flops=2 * messages.read(message).cost)
+    bench = Bench(device, max_batch_flops=2 * messages.read(message).extent.cost)
     await bench.outcomes([bench.submit(message) for _ in range(5)])
     assert device.sizes == [2, 2, 1]
 
@@ -335,5 +335,5 @@ async def test_metrics_of_batches() -> None:
     assert bench.count("attnserve_batch_requests_count") == 1
     assert bench.count("attnserve_batch_requests_sum") == 4
     assert bench.count("attnserve_query_tokens_total") == 4 * 2 * 3
-    assert bench.count("attnserve_flops_total") == 4 * messages.read(batch[0]).flops
+    assert bench.count("attnserve_flops_total") == 4 * messages.read(batch[0]).extent.flops
     assert bench.count("attnserve_kernel_calls_total", kernel="cpu_flash") == 1

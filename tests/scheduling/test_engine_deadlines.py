@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("torch_threads")
 def work_of(message: pb.AttendRequest) -> Amount:
     """The work of one such request."""
     request, amount = messages.read(message), Amount()
-    amount.add(request.kind, request.cost)
+    amount.add(request.kind, request.extent.cost)
     return amount
 
 

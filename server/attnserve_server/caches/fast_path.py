@@ -91,7 +91,7 @@ class CacheFastPath:
         plan = planned(problem, shape, self._host.pages.memory.layout(shape))
         if plan is None or not problem.query_length or problem.batch > MOST_SEQUENCES:
             return None
-        if request.reply_bytes > MOST_RESULT_BYTES:
+        if request.extent.reply_bytes > MOST_RESULT_BYTES:
             return None
         inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # without keys, any tensor
         query, key, value = (spec.size // problem.batch for spec in inputs)
@@ -103,7 +103,7 @@ class CacheFastPath:
             steps=(query, key, value, plan.steps.output, plan.steps.lse),
             output_bytes=plan.output_bytes,
             lse_bytes=plan.lse_bytes,
-            tokens=request.query_tokens,
+            tokens=request.extent.query_tokens,
             caches=shape,
         )
 
@@ -121,7 +121,8 @@ class CacheFastPath:
                 requests.append(request)
                 keys.append(key)
                 first_calls.append(cached.first_call)
-                cost, effort, flops = cost + request.cost, effort + request.effort, flops + request.flops
+                extent, effort = request.extent, effort + request.effort
+                cost, flops = cost + extent.cost, flops + extent.flops
         except (RequestError, UnicodeDecodeError):
             return None
         if cost > most or _in_line(requests):

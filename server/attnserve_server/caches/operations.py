@@ -18,7 +18,7 @@ from attnserve_server.caches.work import CacheHost, CacheWork, Use, cache_named
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import TensorSpec, float_tensor, shown
-from attnserve_server.requests.work import BatchResult, Phases, RequestResult
+from attnserve_server.requests.work import BatchResult, Extent, Phases, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -34,15 +34,13 @@ class _Operation(CacheWork):
     group: ClassVar[Hashable] = "cache operation"
     kind: ClassVar[str] = "cache operation"
     priority: ClassVar[int] = 0
-    flops: ClassVar[int] = 0
-    query_tokens: ClassVar[int] = 0
-    reply_bytes: ClassVar[int] = 0
+    extent: Extent = field(init=False)
     _reply: Message = field(init=False)
 
-    @property
-    def cost(self) -> int:
-        """What it costs, in FLOPs: copying an element takes about as long as a multiplication and an addition of it."""
-        return self.received_bytes // 2
+    def __post_init__(self) -> None:
+        """Counts what it costs: copying an element takes about as long as a multiplication and an addition of it."""
+        CacheWork.__post_init__(self)
+        self.extent = Extent(flops=0, cost=self.received_bytes // 2, query_tokens=0, reply_bytes=0)
 
     @property
     def computes(self) -> bool:

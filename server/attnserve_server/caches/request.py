@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
@@ -25,7 +25,7 @@ from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
 from attnserve_server.requests.request import MAX_KNOWN_HEADER, NOT_FINITE, Unfinished, request_of
 from attnserve_server.requests.tensors import check_masks, read_integers
-from attnserve_server.requests.work import BatchResult, Finish, Phases, RequestResult, Work
+from attnserve_server.requests.work import BatchResult, Extent, Finish, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -40,13 +40,11 @@ class CachedRequest(CacheWork):
     problem: Problem
     payloads: Payloads
     limits: RequestLimits
-    flops: int = field(init=False)
+    extent: Extent = field(init=False)
     effort: int = field(init=False)
     """The effort of these or, if more, the bytes of the keys and values that it reads, as in `Request`."""
     whole_effort: int = field(init=False)
     """Its effort if all queries have to be computed with all keys that any of them reaches."""
-    cost: int = field(init=False)
-    reply_bytes: int = field(init=False)
     scratch_bytes: int = field(init=False)
     """The memory that the projections of an additive score take."""
     _counted: list[int] | None = field(default=None, init=False)
@@ -93,11 +91,6 @@ class CachedRequest(CacheWork):
         return self.problem.priority
 
     @property
-    def query_tokens(self) -> int:
-        """Rows of queries, over all sequences."""
-        return self.problem.batch * self.problem.query_length
-
-    @property
     def longest(self) -> tuple[int, int]:
         """The Lq and S of a reply's scores."""
         return self.problem.query_length, max(self.lengths, default=0)
@@ -117,11 +110,10 @@ class CachedRequest(CacheWork):
         self.limits.check_flops(problem.weighed(whole_flops, whole))
         flops = whole_flops if pairs == whole else problem.flops(pairs, rows, keys)
         effort = problem.effort(flops, pairs, rows, keys, problem.batch)
-        self.flops = flops
+        cost = problem.weighed(effort, pairs) + CALL_COST * problem.batch
+        self.extent = Extent(flops, cost, rows, reply_bytes(problem, rows, max(lengths)))
         self.effort = max(effort, keys * self.uses[0].cache.shape.token_bytes if rows else 0)
         self.whole_effort = max(effort, whole_flops)
-        self.cost = problem.weighed(effort, pairs) + CALL_COST * problem.batch
-        self.reply_bytes = reply_bytes(problem, rows, max(lengths))
         self.scratch_bytes = problem.scratch_bytes(max(lengths))
         if not self._varies:
             self._counted = lengths
@@ -187,7 +179,8 @@ class CachedRequest(CacheWork):
     def but_for(self, sequences: Sequence[int], result: RequestResult) -> CachedRequest:
         """The request itself, to run once more in the same turn, with a result that lacks some sequences."""
         self.unfinished = Unfinished(sequences, result)
-        self.cost = not_finite_cost(self.whole_effort, len(sequences), self.problem.batch)
+        cost = not_finite_cost(self.whole_effort, len(sequences), self.problem.batch)
+        self.extent = replace(self.extent, cost=cost)
         return self
 
     def begin(self) -> None:

@@ -109,7 +109,7 @@ class CpuDevice:
             assert request.unfinished is not None
             missing = request.of_sequences(request.unfinished.sequences)
             staged = self._stager.stage([missing])
-            attended = self.attend_tensors([each.call for each in staged], missing.flops)
+            attended = self.attend_tensors([each.call for each in staged], missing.extent.flops)
             for call, anew in zip(staged, attended, strict=True):
                 put(request.unfinished.result, request.problem, rows_of(request.problem, call.parts[0][1]), anew)
             results.append(request.unfinished.result)
@@ -120,7 +120,7 @@ class CpuDevice:
         begin = perf_counter()
         staged = self._stager.stage(requests)
         after_staging = perf_counter()
-        flops = sum(request.flops for request in requests)
+        flops = sum(request.extent.flops for request in requests)
         results = self.attend_tensors([staged_call.call for staged_call in staged], flops)
         after_compute = perf_counter()
         return BatchResult(

@@ -25,7 +25,7 @@ from attnserve_server.caches.references import Reference, read_header
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import FailedPrecondition, InvalidRequest
 from attnserve_server.kernels import part_of
-from attnserve_server.layers.cost import Cost, resident_cost
+from attnserve_server.layers.cost import resident_cost
 from attnserve_server.layers.reading import read_mask
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.layers.request import LayerRequest, layer_request_of, run_layer
@@ -34,7 +34,7 @@ from attnserve_server.layers.specification import Transformer
 from attnserve_server.layers.transformer import TransformerLayer
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.tensors import check_masks
-from attnserve_server.requests.work import BatchResult, Phases, RequestResult, Work
+from attnserve_server.requests.work import BatchResult, Extent, Phases, RequestResult, Work
 
 if TYPE_CHECKING:
     from attnserve_server.devices import Device
@@ -56,8 +56,8 @@ class CachedLayerRequest(CacheWork):
     decoder: TransformerLayer
     mask: torch.Tensor | None
     limits: RequestLimits
-    resident_cost: Cost = field(default=Cost(0, 0), init=False)
-    """What it costs to attend to the tokens that the caches hold before it."""
+    extent: Extent = field(init=False)
+    """That of `applied`, and attention to the tokens that the caches hold before it."""
 
     @property
     def appended_field(self) -> str:
@@ -85,29 +85,9 @@ class CachedLayerRequest(CacheWork):
         return self.applied.priority
 
     @property
-    def flops(self) -> int:
-        """Its floating-point operations."""
-        return self.applied.flops + self.resident_cost.flops
-
-    @property
-    def cost(self) -> int:
-        """Its cost in FLOPs of plain attention: its own, weighted by how slow they are, and those of kernel calls."""
-        return self.applied.cost + self.resident_cost.weighed
-
-    @property
-    def query_tokens(self) -> int:
-        """Rows of input, over all sequences."""
-        return self.applied.query_tokens
-
-    @property
     def scratch_bytes(self) -> int:
         """The bytes that its inputs take in the layer's dtype beyond those received."""
         return self.applied.scratch_bytes
-
-    @property
-    def reply_bytes(self) -> int:
-        """The bytes of the reply's tensors."""
-        return self.applied.reply_bytes
 
     def count(self, lengths: list[int]) -> None:
         """Counts its cost, when its turn comes. Raises InvalidRequest if that is more than a request may cost."""
@@ -118,7 +98,8 @@ class CachedLayerRequest(CacheWork):
         extent, hides = self.applied.extent, self.mask is not None
         cost = resident_cost(self.decoder.architecture, extent.lengths, resident, hides=hides)
         self.limits.check_flops(extent.weighed + cost.weighed)
-        self.resident_cost = cost
+        flops, weighed = extent.flops + cost.flops, extent.cost + cost.weighed
+        self.extent = Extent(flops, weighed, extent.query_tokens, extent.reply_bytes)
 
     def fit(self, longest: int) -> None:
         """Sets where the inputs begin. Raises FailedPrecondition if a cache has layers of different lengths, and

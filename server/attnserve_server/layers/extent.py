@@ -1,7 +1,7 @@
 """The extent of an application in a layer, once its lengths are known: checked and counted, without its rows.
 
-In: an application, and the payloads of lengths and offsets. Out: an `Extent`, remembered if it follows from the header
-alone; InvalidRequest if options, widths, lengths or offsets do not fit the layer.
+In: an application, and the payloads of lengths and offsets. Out: a `LayerExtent`, remembered if it follows from the
+header alone; InvalidRequest if options, widths, lengths or offsets do not fit the layer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from attnserve_server.requests.extent import CALL_COST
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.options import read_offsets
 from attnserve_server.requests.tensors import check_lengths, check_masks, read_integers
+from attnserve_server.requests.work import Extent
 
 MOST_KEPT: Final = 1024
 """How many applications of a layer are remembered."""
@@ -30,7 +31,7 @@ MOST_SEQUENCES: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Extent:
+class LayerExtent(Extent):
     """The lengths and costs of a request. `lengths`, `context_lengths` and `offsets` have one per sequence, the latter
     two None if they are not given; `longest_keys` is the S of the reply's scores, if any.
     """
@@ -39,12 +40,8 @@ class Extent:
     context_lengths: list[int] | None
     offsets: list[int] | None
     longest_keys: int
-    query_tokens: int
-    flops: int
     weighed: int
     """The FLOPs, in operations of plain attention."""
-    cost: int
-    reply_bytes: int
     plan: Plan | None
     """How to compute the request where it was received; None if it cannot be."""
 
@@ -55,11 +52,11 @@ class Extents:
     def __init__(self, layer: Layer, outline: Outline) -> None:
         self._layer = layer
         self._outline = outline
-        self._known: dict[Application, Extent] = {}
+        self._known: dict[Application, LayerExtent] = {}
 
     def of(
         self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits, *, remember: bool
-    ) -> Extent:
+    ) -> LayerExtent:
         """The extent of an application; `remember` is for one that will be asked for again. Raises InvalidRequest."""
         extent = self._known.get(application)
         if extent is None:
@@ -71,7 +68,7 @@ class Extents:
                 self._known[application] = extent
         return extent
 
-    def _extent(self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits) -> Extent:
+    def _extent(self, application: Application, payloads: Sequence[memoryview], limits: RequestLimits) -> LayerExtent:
         specification, layer = self._layer.specification, self._outline
         check_asked(specification.architecture, application.options, application.tensors)
         if application.takes_ids != bool(layer.vocabulary):
@@ -102,7 +99,7 @@ class Extents:
         longest_keys = application.keys
         if not application.batched:
             longest_keys = max(lengths if context_lengths is None else context_lengths, default=0)
-        return Extent(
+        return LayerExtent(
             lengths=lengths,
             context_lengths=context_lengths,
             offsets=offsets,

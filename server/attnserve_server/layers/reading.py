@@ -14,13 +14,13 @@ from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.staging import TORCH, in_range
 from attnserve_server.kernels import accumulation_dtype
 from attnserve_server.layers.application import Application
-from attnserve_server.layers.extent import Extent
+from attnserve_server.layers.extent import LayerExtent
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.specification import LayerSpecification
 
 
 def read_input(
-    specification: LayerSpecification, application: Application, extent: Extent, payloads: Sequence[memoryview]
+    specification: LayerSpecification, application: Application, extent: LayerExtent, payloads: Sequence[memoryview]
 ) -> LayerInput:
     """The input of the layer, without a mask over cached keys: see `read_mask`."""
     lengths, context_lengths = extent.lengths, extent.context_lengths

@@ -25,7 +25,7 @@ from attnserve_server.kernels import excluded_score, widened
 from attnserve_server.layers.application import Application, application_of
 from attnserve_server.layers.checks import check_contents
 from attnserve_server.layers.direct import Received, apply
-from attnserve_server.layers.extent import Extent
+from attnserve_server.layers.extent import LayerExtent
 from attnserve_server.layers.layer import LayerInput, LayerOutput
 from attnserve_server.layers.reading import read_input
 from attnserve_server.layers.registry import Loaded, Registry
@@ -56,7 +56,7 @@ class LayerRequest(Work):
 
     loaded: Loaded
     application: Application
-    extent: Extent
+    extent: LayerExtent
     received_bytes: int
     received: Received | None
     input: LayerInput | None
@@ -82,26 +82,6 @@ class LayerRequest(Work):
         return self.application.priority
 
     @property
-    def flops(self) -> int:
-        """Its floating-point operations."""
-        return self.extent.flops
-
-    @property
-    def cost(self) -> int:
-        """Its cost in FLOPs of plain attention: its own, weighted by how slow they are, and those of kernel calls."""
-        return self.extent.cost
-
-    @property
-    def query_tokens(self) -> int:
-        """Rows of input, over all sequences."""
-        return self.extent.query_tokens
-
-    @property
-    def reply_bytes(self) -> int:
-        """The bytes of the reply's tensors."""
-        return self.extent.reply_bytes
-
-    @property
     def scratch_bytes(self) -> int:
         """The bytes that its inputs take in the layer's dtype beyond those received."""
         given = self.input
@@ -114,7 +94,7 @@ class LayerRequest(Work):
         """Computes requests for this layer."""
         if self.received is not None:
             return _apply(device, batch)
-        costs = [request.cost for request in batch]
+        costs = [request.extent.cost for request in batch]
         return run_layer(device, batch, lambda inputs: device.share(self.loaded.layer.run, inputs, costs))
 
     def on_tensors(self) -> LayerRequest:

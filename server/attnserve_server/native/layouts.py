@@ -73,10 +73,10 @@ def layout_of(request: Request) -> Layout | None:
         steps=plan.steps[:5],
         output_bytes=plan.output_bytes,
         lse_bytes=plan.reply_bytes - plan.lse_at if plan.lse_at else 0,
-        tokens=request.query_tokens,
-        cost=request.cost,
+        tokens=extent.query_tokens,
+        cost=extent.cost,
         effort=request.effort,
-        flops=request.flops,
+        flops=extent.flops,
     )
 
 

@@ -171,8 +171,8 @@ class Tracing:
             attributes={
                 "attnserve.device": self._device,
                 "attnserve.batch.requests": len(entries),
-                "attnserve.batch.flops": sum(entry.request.flops for entry in entries),
-                "attnserve.batch.query_tokens": sum(entry.request.query_tokens for entry in entries),
+                "attnserve.batch.flops": sum(entry.request.extent.flops for entry in entries),
+                "attnserve.batch.query_tokens": sum(entry.request.extent.query_tokens for entry in entries),
             },
             links=[self._api.Link(trace.context) for trace in traces],
             start_time=_nanoseconds(begin, offset),

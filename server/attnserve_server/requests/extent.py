@@ -1,7 +1,7 @@
 """The size of a request, once its lengths and offsets are known: its sequences, and what they cost.
 
-In: a problem, and the payloads with its lengths. Out: an `Extent`, or an InvalidRequest where they contradict the
-problem or the limits.
+In: a problem, and the payloads with its lengths. Out: an `AttentionExtent`, or an InvalidRequest where they contradict
+the problem or the limits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attnserve_server.requests.options import check_offset
 from attnserve_server.requests.positions import keys_within_reach, pairs_within_reach
 from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.tensors import check_lengths, check_masks, read_integers
+from attnserve_server.requests.work import Extent
 
 CALL_COST = 1_000_000
 """What a kernel call costs however little it computes, in FLOPs: some 30 us of one core."""
@@ -47,24 +48,23 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class AttentionExtent(Extent):
     """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores.
+
+    Its cost leaves reading out: that makes handing a decoder step over from the event loop no more worthwhile, since
+    other threads help there.
 
     `whole_effort` is its effort if all queries have to be computed with all keys, wherever they stand.
     """
 
     spans: tuple[Span, ...]
     longest: tuple[int, int]
-    query_tokens: int
-    flops: int
     effort: int
     whole_effort: int
-    cost: int
-    reply_bytes: int
     scratch_bytes: int
 
 
-def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestLimits) -> Extent:
+def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestLimits) -> AttentionExtent:
     """The size of a problem with the lengths and offsets in its payloads. Raises InvalidRequest."""
     query_lengths = read_integers(problem.tensors.get("query_lengths"), payloads)
     kv_lengths = read_integers(problem.tensors.get("kv_lengths"), payloads)
@@ -95,7 +95,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
         calls = sum(span.sequences for span in spans if span.query_length)
     else:
         calls = 0 if problem.stackable and len(spans) == 1 else len(spans)
-    return Extent(
+    return AttentionExtent(
         spans=spans,
         longest=longest,
         query_tokens=rows,

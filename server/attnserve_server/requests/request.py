@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from attnserve import _dtypes, _fields
 from attnserve._wire import Payloads
 from attnserve.v1 import attention_pb2 as pb
-from attnserve_server.requests.extent import PER_SEQUENCE, Extent, Span, extent_of, not_finite_cost
+from attnserve_server.requests.extent import PER_SEQUENCE, AttentionExtent, Span, extent_of, not_finite_cost
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.requests.problem import Problem, problem_of
 from attnserve_server.requests.reply import encode_attend_response
@@ -46,7 +46,7 @@ class Request(Work):
 
     problem: Problem
     payloads: Payloads
-    extent: Extent
+    extent: AttentionExtent
     received_bytes: int
     unfinished: Unfinished | None = None
     """Its result so far, if it is to run once more."""
@@ -62,32 +62,12 @@ class Request(Work):
         return self.extent.longest
 
     @property
-    def query_tokens(self) -> int:
-        """Rows of queries, over all sequences."""
-        return self.extent.query_tokens
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations that it asks for."""
-        return self.extent.flops
-
-    @property
     def effort(self) -> int:
         """What computing takes, in FLOPs, with a kernel that none of its options slows down: see `Problem.effort`. At
         least the bytes of keys and values that it reads: a core reads 12 to 80 GB/s, depending on how far the data is,
         and computes about 50 GFLOP/s. It decides how many threads are worth waking.
         """
         return self.extent.effort
-
-    @property
-    def cost(self) -> int:
-        """What it costs to compute, in FLOPs of plain attention: its own, weighted by how slow its kernel is, and those
-        of its kernel calls. Reading is left out: it makes handing a decoder step over from the event loop no more
-        worthwhile, since other threads help there.
-        """
-        if self.unfinished is not None:
-            return not_finite_cost(self.extent.whole_effort, len(self.unfinished.sequences), self.problem.batch)
-        return self.extent.cost
 
     @property
     def group(self) -> Hashable:
@@ -111,11 +91,6 @@ class Request(Work):
         return self.problem.priority
 
     @property
-    def reply_bytes(self) -> int:
-        """The bytes of the reply's tensors."""
-        return self.extent.reply_bytes
-
-    @property
     def scratch_bytes(self) -> int:
         """The memory for the projections of an additive score."""
         return self.extent.scratch_bytes
@@ -135,7 +110,8 @@ class Request(Work):
     def but_for(self, sequences: Sequence[int], result: RequestResult | None) -> Request:
         """The request as it is to run once more, with a result that lacks some sequences."""
         assert result is not None
-        return replace(self, unfinished=Unfinished(sequences, result))
+        cost = not_finite_cost(self.extent.whole_effort, len(sequences), self.problem.batch)
+        return replace(self, extent=replace(self.extent, cost=cost), unfinished=Unfinished(sequences, result))
 
     def of_sequences(self, places: Sequence[int]) -> Request:
         """The request reduced to some of its sequences, given by their places in ascending order."""
@@ -151,7 +127,7 @@ class Request(Work):
             else:
                 some.append(span._replace(first=place, sequences=1))
             last = place
-        flops = self.flops * len(places) // self.problem.batch
+        flops = self.extent.flops * len(places) // self.problem.batch
         return replace(self, extent=replace(self.extent, spans=tuple(some), flops=flops))
 
     def payload(self, name: str) -> memoryview:
@@ -168,7 +144,7 @@ def request_of(header: bytes, payloads: Payloads, size: int, limits: RequestLimi
     return Request(problem, payloads, extent, size)
 
 
-def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, Extent | None]:
+def _follows(header: bytes, limits: RequestLimits) -> tuple[Problem, AttentionExtent | None]:
     """What follows from a header alone: the extent, too, if no lengths or offsets are given."""
     problem = problem_of(header)
     limits.check_tensors(problem.tensors)

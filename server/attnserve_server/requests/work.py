@@ -76,6 +76,22 @@ Finish: TypeAlias = Callable[[], BatchResult]
 """Waits for a batch that has been launched, and gives its results; on any thread, once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much a request is."""
+
+    flops: int
+    """The floating-point operations that it asks for."""
+    cost: int
+    """What it costs to compute, in FLOPs of plain attention: those that it asks for, weighted by how slow they are, and
+    the overhead of its kernel calls.
+    """
+    query_tokens: int
+    """Rows of queries, over all sequences."""
+    reply_bytes: int
+    """The bytes of the reply's tensors."""
+
+
 class Work(Protocol):
     """One request, decoded and checked. Kinds of requests that derive from it have the defaults of one that needs
     nothing for itself.
@@ -88,6 +104,9 @@ class Work(Protocol):
 
     received_bytes: int
     """The bytes of the request."""
+
+    extent: Extent
+    """How much it is, as far as is known now."""
 
     @property
     def needs(self) -> Sequence[Hashable]:
@@ -142,22 +161,6 @@ class Work(Protocol):
     @property
     def priority(self) -> int:
         """Higher goes first."""
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations that it asks for."""
-
-    @property
-    def cost(self) -> int:
-        """What it costs to compute, in FLOPs: those that it asks for, and the overhead of its kernel calls."""
-
-    @property
-    def query_tokens(self) -> int:
-        """Rows of queries, over all sequences."""
-
-    @property
-    def reply_bytes(self) -> int:
-        """The bytes of the reply's tensors."""
 
     @property
     def scratch_bytes(self) -> int:

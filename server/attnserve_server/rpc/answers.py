@@ -30,5 +30,5 @@ def encoded(
     metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
     if entry.trace is not None:
         entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
-    usage.computed(entry.request.query_tokens, entry.request.flops)
+    usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
     return reply

@@ -73,7 +73,7 @@ class EngineCalls:
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
             if outcomes.done():  # its caller has gone
                 if isinstance(outcome, Outcome):
-                    usage.computed(entry.request.query_tokens, entry.request.flops)
+                    usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
                 self._engine.release(entry)
             else:
                 outcomes.set_result(outcome)

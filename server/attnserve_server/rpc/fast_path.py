@@ -167,7 +167,7 @@ class FastPath:
 
     def _learn(self, key: Hashable, request: Request | CachedRequest, message: bytes, begin: int) -> bool:
         """Learns the layout of requests like this one, if they suit the native library; returns whether they do."""
-        if request.cost > self._max_cost or request.payloads.buffer is not message:
+        if request.extent.cost > self._max_cost or request.payloads.buffer is not message:
             return False
         layout = layout_of(request) if isinstance(request, Request) else self._caches.layout_of(request)
         return layout is not None and self._messages.learn(key, layout, request.payloads, begin, request.received_bytes)

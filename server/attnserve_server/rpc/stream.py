@@ -289,7 +289,7 @@ class CallStream:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
             if isinstance(outcome, Outcome):
-                self._usage.computed(entry.request.query_tokens, entry.request.flops)
+                self._usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
             self._engine.release(entry)
             self._streams.endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
             return

@@ -40,8 +40,8 @@ class Delivery:
             for entry in entries:
                 self.reply(entry, outcome)
             return
-        flops = sum(entry.request.flops for entry in entries)
-        tokens = sum(entry.request.query_tokens for entry in entries)
+        flops = sum(entry.request.extent.flops for entry in entries)
+        tokens = sum(entry.request.extent.query_tokens for entry in entries)
         if computes:
             self._metrics.batch(len(entries), flops, tokens, outcome.padding, outcome.kernel_calls)
         if (layer := entries[0].request.layer) is not None:

@@ -90,8 +90,7 @@ class Entry:
     def count(self) -> None:
         """Counts what the request takes, as far as is known now."""
         request = self.request
-        self.kind, self.cost = request.kind, request.cost
-        reply = request.reply_bytes
+        self.kind, self.cost, reply = request.kind, request.extent.cost, request.extent.reply_bytes
         self.size = max(request.received_bytes + reply + request.scratch_bytes, 2 * reply)
 
     @property

@@ -67,7 +67,7 @@ class PendingRequests:
         """Admits a request, which waits from now on. Raises Overloaded, InvalidRequest (too large for the server), and
         what the request's own `enter` raises.
         """
-        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.reply_bytes, entry.kind)
+        self._admission.admit(entry.caller, entry.size, entry.cost, entry.request.extent.reply_bytes, entry.kind)
         if entry.request.needs:
             try:
                 entry.request.enter()
@@ -117,7 +117,7 @@ class PendingRequests:
         admitted bytes, and its turn.
         """
         entry.request = request
-        entry.kind, entry.cost = request.kind, request.cost
+        entry.kind, entry.cost = request.kind, request.extent.cost
         self._admission.again(entry.caller, entry.size, entry.cost, entry.kind)
         self._queue.push(entry)
 
@@ -187,7 +187,7 @@ class PendingRequests:
         if entry.cost == cost and entry.size == size:
             return
         try:
-            reply_bytes = entry.request.reply_bytes
+            reply_bytes = entry.request.extent.reply_bytes
             self._admission.recount(entry.caller, (size, cost), (entry.size, entry.cost), reply_bytes, entry.kind)
         except RequestError:
             entry.cost, entry.size = cost, size
