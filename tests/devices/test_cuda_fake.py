@@ -31,6 +31,8 @@ from attnserve_server.requests.work import BatchResult
 
 FEW = settings(max_examples=max(15, settings().max_examples // 4))
 EVERYWHERE = pytest.mark.parametrize("device", [META, CUDA], ids=str)
+FINITE = strategies.plans().map(lambda plan: replace(plan, poisoned=False))
+"""What is not finite is computed once more, by values that meta tensors do not have."""
 RETURNED = st.fixed_dictionaries(
     {"return_lse": st.booleans(), "return_scores": st.sampled_from([None, None, "masked", "weights", "raw"])}
 )
@@ -52,7 +54,7 @@ def request_of(plan: Plan, seed: int, returned: dict[str, Any]) -> Request:
 
 @EVERYWHERE
 @FEW
-@given(plans=st.lists(st.tuples(strategies.plans(), RETURNED), min_size=1, max_size=4), seed=strategies.SEEDS)
+@given(plans=st.lists(st.tuples(FINITE, RETURNED), min_size=1, max_size=4), seed=strategies.SEEDS)
 def test_random_batches(device: torch.device, plans: list[tuple[Plan, dict[str, Any]]], seed: int) -> None:
     requests = [request_of(plan, seed, returned) for plan, returned in plans]
     transfers = MetaTransfers(device, computes_first=True)
