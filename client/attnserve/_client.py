@@ -365,7 +365,9 @@ class Client:
         """Ends the connection. Calls in flight fail with `ClientClosedError`. Do not call it in a signal handler, which
         may run in the middle of a call: have that set a flag, or raise an exception. That of a handler of SIGINT,
         SIGTERM, SIGALRM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGABRT, SIGVTALRM or SIGPROF ends the call that the main
-        thread is in, whose effect is then unknown, and the client works on; no other handler may raise one.
+        thread is in, whose effect is then unknown, and the client works on; no other handler may raise one. If the
+        main thread is in `concurrent.futures.wait` or `as_completed`, which lock futures in Python code of their own,
+        an exception may leave one locked, and the client without replies: wait for each future by its `result` instead.
         """
         self._calls.close()
 

@@ -7,9 +7,9 @@ client alive; whoever waits for a reply keeps this alive.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -62,7 +62,7 @@ class Calls:
         self.turns: Final = Turns(later)
         """The order of operations on caches."""
         self._unary = UnaryTransport(bearer)
-        self._telling: set[Future[Any]] = set()
+        self._telling: set[CallFuture[Any, Any]] = set()
         self._streaming = settings.transport == "stream"
         self._tracing = tracing
         # For a client that is dropped without being closed. The finalizer may run in any thread, even one of the
@@ -76,7 +76,9 @@ class Calls:
         """
         if self.lacks_threads:
             return
-        futures.wait(list(self._telling), timeout=LAST_WORDS_SECONDS)
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        for told in list(self._telling):
+            told.is_done_within(end - time.monotonic())
         self._forgotten.detach()
         _close(self._unary, self.servers)
 

@@ -2,6 +2,10 @@
 
 In: an outcome, once; callbacks. Out: the result made from it. A finalizer may cancel, interrupting anything: whatever
 would have to wait for a lock is left to another thread (`locks`).
+
+The lock of `Future` is a `threading.Condition`, which is Python code: if a signal handler raises in there, what brings
+the outcome could wait for that lock for ever. So who looks at a future or waits for it takes no lock (an outcome is
+there before `_state` says so), and who cancels it or adds a callback takes it only while signals are delayed.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from attnserve._tracing import CallSpan
 from attnserve._transports.interrupts import DelayedInterrupt
@@ -45,7 +49,8 @@ class Calls(Protocol):
         """Whether the threads that carry them exist no more: there is nothing to withdraw a call from."""
 
 
-_DONE: Final = ("FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
+_CANCELLED: Final = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
+_DONE: Final = ("FINISHED", *_CANCELLED)
 """The states of a future that is done."""
 
 
@@ -85,34 +90,46 @@ class CallFuture(Future[T], Generic[R, T]):
         self._latch.acquire()
         super().add_done_callback(partial(_open, self._latch))
 
-    def is_done_within(self, timeout: float | None) -> bool:
-        """Waits until it is done, but not longer than some seconds. Returns whether it is.
+    def done(self) -> bool:
+        """Whether it has its outcome, or is cancelled."""
+        return self._state in _DONE
 
-        Not by the `threading.Condition` of `Future`, which is Python code: if a signal handler raises in there, what
-        brings the outcome could wait for it for ever. RuntimeError as for `result`.
+    def cancelled(self) -> bool:
+        """Whether it is cancelled."""
+        return self._state in _CANCELLED
+
+    def running(self) -> bool:
+        """Whether its outcome is being made, so that it can no longer be cancelled."""
+        return self._state == "RUNNING"
+
+    def is_done_within(self, timeout: float | None) -> bool:
+        """Waits until it is done, but not longer than some seconds. Returns whether it is. RuntimeError as for
+        `result`.
         """
+        if self._state in _DONE:
+            return True
         self._check_wait(timeout)
-        if self._state not in _DONE:
-            seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-            try:
-                self._latch.acquire(timeout=seconds)
-            finally:
-                if self._state in _DONE:  # let all others that wait pass, too
-                    _open(self._latch)
+        seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        try:
+            self._latch.acquire(timeout=seconds)
+        finally:
+            if self._state in _DONE:  # let all others that wait pass, too; in a function, a handler could raise first
+                try:  # noqa: SIM105
+                    self._latch.release()
+                except RuntimeError:
+                    pass
         return self._state in _DONE
 
     def cancel(self) -> bool:
         """Gives up the call. False if it is too late."""
-        with nullcontext() if self._calls_back else DelayedInterrupt():  # callbacks may take their time
-            cancelled = super().cancel()
-        if not cancelled:
+        if not self._is_cancelled_now():
             return False
         calls, self.calls, self.transport = self.calls, None, None
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for them
             if withdraw is not _withdrawn_already:
-                self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
+                self._tell_of_cancellation()
             return True
         try:
             self._give_up(withdraw, span, waits=False)
@@ -121,24 +138,54 @@ class CallFuture(Future[T], Generic[R, T]):
                 later(0.0, partial(self._give_up, withdraw, span, waits=True))
         return True
 
+    def _is_cancelled_now(self) -> bool:
+        """Does and returns what `Future.cancel` does, but calls back where signals are no longer delayed: callbacks may
+        take their time.
+        """
+        this: Any = self  # what `Future` has no types for
+        is_first = False
+        try:
+            with DelayedInterrupt(), self._condition:
+                if self._state == "PENDING":
+                    is_first = True
+                    self._state = "CANCELLED"
+                    self._condition.notify_all()
+                    this._done_callbacks.pop(0)(self)  # opens the latch
+        finally:
+            if is_first:
+                this._invoke_callbacks()
+        return self._state in _CANCELLED
+
+    def _tell_of_cancellation(self) -> None:
+        """Tells `concurrent.futures.wait` and `as_completed`."""
+        with DelayedInterrupt():
+            self.set_running_or_notify_cancel()
+
     def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
         if span is not None:
             if not waits:  # span processors have locks, too
                 raise LockHeld
             span.end(CancelledError())
         if withdraw(waits=waits):
-            self.set_running_or_notify_cancel()  # for `concurrent.futures.wait` and `as_completed`
+            self._tell_of_cancellation()
 
     def result(self, timeout: float | None = None) -> T:
         """The result, or the error instead, once it is there. RuntimeError if a callback would hold up the reply."""
+        error = self.exception(timeout)
         try:
-            return super().result(None if self.is_done_within(timeout) else 0)
+            if error is None:
+                return cast(T, self._result)
+            raise error
         finally:
-            del self  # a cycle: an error that is raised here holds this frame, and the future the error
+            del self, error  # a cycle: an error that is raised here holds this frame, and the future the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, if it is one. RuntimeError as for `result`."""
-        return super().exception(None if self.is_done_within(timeout) else 0)
+        if not self.is_done_within(timeout):
+            raise TimeoutError
+        if self._state in _CANCELLED:
+            raise CancelledError
+        return self._exception
 
     def _check_wait(self, timeout: float | None) -> None:
         if self.transport is not None and self.transport is _thread.transport and timeout != 0 and not self.done():
@@ -148,10 +195,17 @@ class CallFuture(Future[T], Generic[R, T]):
             )
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Calls a function with the future when it is done."""
-        with self._calling:
-            self._calls_back = True
-        super().add_done_callback(fn)
+        """Calls a function with the future when it is done: at once if it is, in this thread."""
+        with DelayedInterrupt():
+            with self._calling:
+                self._calls_back = True
+            if not self.done():
+                super().add_done_callback(fn)
+                return
+        try:  # not while signals are delayed: it may take its time
+            fn(self)
+        except Exception:
+            logger.exception("a callback of a call that is done has failed")
 
     def settle_silently(self, outcome: R | Exception) -> bool:
         """Settles the future, unless it has callbacks or a span, which may do anything. Returns whether it did."""
