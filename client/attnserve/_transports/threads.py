@@ -158,9 +158,9 @@ class StreamTransport(BaseStream[StreamFuture]):
         """Wakes the threads that have something to do."""
         if self._multiplexer.wants_writer:
             self._writable.notify_all()
-        if self._multiplexer.wakeup < self._watched:
-            self._watched = self._multiplexer.wakeup
-            self._timer.notify()
+        if (wakeup := self._multiplexer.wakeup) < self._watched:
+            self._timer.notify()  # first: if a signal handler raises here, the next call notifies again
+            self._watched = wakeup
 
     def _open(self, stream: int) -> None:
         """Opens a stream. Raises RuntimeError if there is no thread for it. As far as possible that is found out before
