@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -13,7 +15,14 @@ import pytest
 from calls import PATIENCE_S, until
 from peers import peer, replies
 
-from attnserve import Client, DeadlineExceededError
+from attnserve import Client, DeadlineExceededError, UnavailableError
+from attnserve._caching.plans import Plan, Steps
+from attnserve._caching.state import CacheState
+from attnserve._caching.transaction import Transaction
+from attnserve._caching.turns import Turns
+from attnserve._requests import cache_requests
+from attnserve._requests.cache_requests import CacheInfo
+from attnserve._transports.thread_future import later
 
 ARRAY = np.ones((1, 2, 3), np.float32)
 
@@ -53,3 +62,51 @@ def test_as_the_deadlines_thread_is_woken(alarm: Callable[[], None], monkeypatch
         late = client.submit(ARRAY, ARRAY, ARRAY, timeout=0.02)
         assert isinstance(late.exception(PATIENCE_S), DeadlineExceededError)
         released.set()
+
+
+@pytest.mark.parametrize("place", ["before it is sent", "once it is sent", "as its answer is awaited", "as it fails"])
+def test_as_another_threads_operation_on_a_cache_begins(alarm: Callable[[], None], place: str) -> None:
+    """One that waited for the operation that the main thread ends: it begins, and ends, nevertheless."""
+
+    class Answer(Future[int]):
+        def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+            if place == "as its answer is awaited":
+                alarm()
+            super().add_done_callback(fn)
+
+    answer = Answer()
+    failure = UnavailableError("as it begins")
+    outcomes: SimpleQueue[Any] = SimpleQueue()
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    cache = CacheState(info, Turns(later), None)
+
+    def steps() -> Steps[int]:
+        found: int = yield cache_requests.get("cache")
+        return found
+
+    def send(request: object, timeout: float | None) -> Answer:
+        if place == "as it fails":
+            raise failure
+        if place == "before it is sent":
+            alarm()
+        sent.append(request)
+        if place == "once it is sent":
+            alarm()
+        return answer
+
+    def settle(outcome: object) -> None:
+        if place == "as it fails":
+            alarm()
+        outcomes.put(outcome)
+
+    sent: list[object] = []
+    mine = Transaction(cache.turns, Plan(steps(), (cache,), True, None), lambda request, timeout: Future(), bool)
+    others = Transaction(cache.turns, Plan(steps(), (cache,), True, None), send, settle)
+    mine.begin()
+    others.begin()
+    with pytest.raises(AlarmError):
+        mine.cancel()
+    answer.set_result(1)
+    assert outcomes.get(timeout=PATIENCE_S) == (failure if place == "as it fails" else 1)
+    assert len(sent) == (0 if place == "as it fails" else 1)
+    assert outcomes.empty()

@@ -18,6 +18,8 @@ from functools import partial
 from math import inf
 from typing import Final, Protocol
 
+from attnserve._transports.interrupts import DelayedInterrupt
+
 
 class Timer(Protocol):
     """A scheduled call."""
@@ -157,9 +159,10 @@ class Turns:
         # In a loop, not by recursion: an operation that fails as it starts makes others ready, perhaps more than the
         # stack is deep.
         while (ready := self._next_ready()) is not None:
-            if not ready.left:
-                ready.start()
-            self._ready.popleft()
+            with DelayedInterrupt():  # what a handler raises is for who leaves, and no reason for others not to begin
+                if not ready.left:
+                    ready.start()
+                self._ready.popleft()
 
     def _next_ready(self) -> Turn | None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Keeps signal handlers out of code that an exception of theirs would leave with a lock held for ever.
+"""Keeps signal handlers out of code that an exception of theirs would leave half done, or with a lock held for ever.
 
 In: a `with` around a few calls that do not block. Out: the same calls, and right after them the handlers of the signals
 that came meanwhile.
