@@ -110,3 +110,18 @@ def test_as_another_threads_operation_on_a_cache_begins(alarm: Callable[[], None
     assert outcomes.get(timeout=PATIENCE_S) == (failure if place == "as it fails" else 1)
     assert len(sent) == (0 if place == "as it fails" else 1)
     assert outcomes.empty()
+
+
+def test_as_a_thread_for_later_begins(alarm: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever begins it waits for it under a lock of `threading`, whose own error would be raised instead."""
+    start = threading.Timer.start
+
+    def start_and_bark(timer: threading.Timer) -> None:
+        alarm()
+        start(timer)
+
+    monkeypatch.setattr(threading.Timer, "start", start_and_bark)
+    called = threading.Event()
+    with pytest.raises(AlarmError):
+        later(0.0, called.set)
+    assert called.wait(PATIENCE_S)

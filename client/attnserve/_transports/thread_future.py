@@ -252,5 +252,6 @@ def later(delay: float, function: Callable[[], object]) -> threading.Timer:
     """Calls a function after some seconds, in a thread of its own."""
     timer = threading.Timer(min(delay, threading.TIMEOUT_MAX), function)
     timer.daemon = True
-    timer.start()
+    with DelayedInterrupt():  # it waits for the thread to begin
+        timer.start()
     return timer
