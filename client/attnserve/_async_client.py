@@ -233,7 +233,9 @@ class AsyncClient:
             await asyncio.sleep(patience.pause(failure))
 
     async def close(self) -> None:
-        """Ends the connection. Calls in flight fail with `ClientClosedError`."""
+        """Ends the connection. Calls in flight fail with `ClientClosedError`. To be called in the event loop of the
+        client; once that is closed, in any, but what was in flight in it never ends, and gRPC may keep its connection.
+        """
         await self._calls.close()
 
     def __del__(self) -> None:

@@ -27,7 +27,7 @@ from attnserve._tracing import Tracing
 from attnserve._transports.connection import others_of
 from attnserve._transports.outcome import Beginning
 from attnserve._transports.task_connection import Connection
-from attnserve._transports.tasks import CallFuture, later
+from attnserve._transports.tasks import CallFuture, later, unended
 from attnserve._transports.unary import UnaryCall
 from attnserve._transports.unary_tasks import UnaryTransport
 
@@ -74,7 +74,8 @@ class Calls:
     async def close(self) -> None:
         """Ends the connections, unless another process opened them. Calls in flight fail with `ClientClosedError`. Once
         begun, closing completes even if the caller is cancelled; if all tasks of the loop were cancelled, the next call
-        completes it. RuntimeError in another loop while that of the connections lives.
+        completes it. RuntimeError in another loop while that of the connections lives; once that is closed, what is
+        left in it is dropped.
         """
         if self._process.is_another:
             return
@@ -86,13 +87,13 @@ class Calls:
         await asyncio.shield(self._end)
 
     async def _close(self) -> None:
-        if self._telling:
-            await asyncio.wait(tuple(self._telling), timeout=LAST_WORDS_SECONDS)
+        if telling := unended(self._telling):
+            await asyncio.wait(telling, timeout=LAST_WORDS_SECONDS)
         connections = self.servers.close()
         await self._unary.close()
         await asyncio.gather(*(connection.close() for connection in connections))
-        await asyncio.gather(*self._looking, return_exceptions=True)
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*unended(self._looking), return_exceptions=True)
+        await asyncio.gather(*unended(self._closing))
 
     @property
     def is_connected(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
@@ -31,6 +32,7 @@ class Connection(BaseConnection[StreamTransport]):
         if _inherited:
             raise ClientClosedError(_FORKED)
         super().__init__(*arguments)
+        self._loop: Final = asyncio.get_running_loop()
         _connections.add(self)
 
     def _new_stream(self, policy: RetryPolicy, bearer: Bearer, replica: Replica, others: Others) -> StreamTransport:
@@ -46,7 +48,9 @@ class Connection(BaseConnection[StreamTransport]):
         if (anyhow := self._end()) is not None:
             await anyhow.close()
         if self._channel is not None:  # or this completes a closing that was cancelled
-            await self._channel.close()
+            # Calls of a loop that is closed cannot be told that gRPC has cancelled them.
+            with suppress(RuntimeError) if self._loop.is_closed() else nullcontext():
+                await self._channel.close()
             self._channel = None
             self._methods.clear()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
@@ -35,6 +35,7 @@ from attnserve._transports.outcome import outcome_of
 
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F", bound=asyncio.Future[Any])
 
 _FAREWELL_S: Final = 0.2
 """How long closing waits for the server to end a stream on which no call is in flight. If we cancel it instead, gRPC
@@ -145,6 +146,10 @@ class StreamTransport(BaseStream[StreamFuture]):
         """Gives up all calls and ends the streams."""
         self._closed = True
         given_up = self._multiplexer.close()
+        if self._loop.is_closed():  # nothing of it can be told anything, or ends
+            self._tasks.clear()
+            self._attend_stream = None
+            return
         settle(given_up)
         if self._timer is not None:
             self._timer.cancel()
@@ -261,6 +266,11 @@ class StreamTransport(BaseStream[StreamFuture]):
             self._advance()
         finally:
             settle(outcomes)
+
+
+def unended(tasks: Iterable[F]) -> list[F]:
+    """Those tasks or futures, except of a closed loop: they never end, and raise RuntimeError if they are told to."""
+    return [task for task in tasks if not task.get_loop().is_closed()]
 
 
 def later(delay: float, function: Callable[[], object]) -> asyncio.TimerHandle:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, unreadable
 from attnserve._settings.credentials import Bearer
-from attnserve._transports.tasks import CallFuture
+from attnserve._transports.tasks import CallFuture, unended
 from attnserve._transports.unary import UnaryCall
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ class UnaryTransport:
     async def close(self) -> None:
         """Gives up all calls."""
         self._closed = True
-        tasks = dict(self._tasks)
-        for task, future in tasks.items():
-            future.settle(ClientClosedError())
+        tasks = unended(self._tasks)
+        for task in tasks:
+            self._tasks[task].settle(ClientClosedError())
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
 
     async def _carry_out(self, call: Call, find: Callable[[float | None], Awaitable[object]] | None) -> None:
         outcome: bytes | AttnServeError
