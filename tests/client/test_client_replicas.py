@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from multiplexed import full
 
+from attnserve import Client, ClientClosedError
 from attnserve._errors import error_from_status
 from attnserve._servers.replicas import FIRST_REST, FORGET_AFTER, LONGEST_REST, Replica, Replicas
 from attnserve._servers.room import LONGEST
@@ -307,3 +311,24 @@ def test_the_only_server_is_connected_to_anew() -> None:
     first = fleet.at("a")
     fleet.replicas.renew(1.0)
     assert fleet.replicas.only is fleet.at("a") is not first
+
+
+@pytest.mark.parametrize("opens", ["at", "renew"])
+def test_a_call_that_finds_a_client_open_opens_nothing_once_it_is_closed(
+    opens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would close that."""
+    client = Client(["127.0.0.1:1", "127.0.0.1:2"])
+    servers = client._calls.servers
+    listed = servers._replicas.all()
+    usual = getattr(Replicas, opens)
+
+    def close_first(replicas: Replicas[Any], *arguments: Any) -> Any:
+        client.close()
+        return usual(replicas, *arguments)
+
+    monkeypatch.setattr(Replicas, opens, close_first)
+    monkeypatch.setattr(servers, "_outdated", lambda: opens == "renew")
+    with pytest.raises(ClientClosedError):
+        servers.connection("127.0.0.1:3")
+    assert servers._replicas.all() == listed

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
+from attnserve._errors import ClientClosedError
 from attnserve._servers.room import Room
 
 FIRST_REST: Final = 0.5
@@ -128,6 +129,7 @@ class Replicas(Generic[C]):
         self._last_used: dict[str, float] = {}
         self._replaced: list[tuple[float, C]] = []
         self._calls = itertools.count(1)
+        self._closed = False
         self.told: Callable[[], object] = _to_nobody
         """Called when there may be other servers now."""
 
@@ -174,6 +176,8 @@ class Replicas(Generic[C]):
     def renew(self, now: float) -> None:
         """Replaces every connection with a new one. Calls in flight finish on the old ones, which `retire` closes."""
         with self._lock:
+            if self._closed:
+                return
             replaced = list(self._connections.values())
             self._replaced += [(now, connection) for connection in replaced]
             self._connections = {}
@@ -239,19 +243,27 @@ class Replicas(Generic[C]):
         return chosen
 
     def at(self, address: str, now: float) -> C:
-        """The connection to one server."""
+        """The connection to one server. ClientClosedError if it would have to be opened, but the client is closed."""
         with self._lock:
             self._last_used[address] = now
             return self._open(address)
 
+    def close(self) -> Sequence[C]:
+        """All connections, to be closed. No other is opened any more."""
+        with self._lock:
+            self._closed = True
+        return self.all()
+
     def all(self) -> Sequence[C]:
-        """All connections, replaced ones included, for closing."""
+        """All connections, replaced ones included."""
         with self._lock:
             return [*self._connections.values(), *(connection for _, connection in self._replaced)]
 
     def _open(self, address: str) -> C:
         connection = self._connections.get(address)
         if connection is None:
+            if self._closed:
+                raise ClientClosedError
             replica = Replica(address, lambda: self.told())
             connection = self._connections[address] = self._connect(replica)
         return connection

@@ -114,7 +114,7 @@ class Servers(Generic[C]):
         other will do. Raises what `resolve` does.
         """
         self._process.enter()
-        if self._outdated is not None and self._outdated() and not self._closed:
+        if self._outdated is not None and self._outdated():
             self._replicas.renew(time.monotonic())
             self._retire_later()
         if home is not None:
@@ -275,7 +275,7 @@ class Servers(Generic[C]):
                 self._resolver.close()
             if self._retiring is not None:
                 self._retiring.cancel()
-            return self._replicas.all()
+            return self._replicas.close()
 
 
 def of_caller(failure: BaseException) -> BaseException:
