@@ -82,7 +82,7 @@ class Calls:
         loop = asyncio.get_running_loop()
         if self._loop is not None and not self._loop.is_closed():
             self._check_loop(loop)
-        if self._end is None or self._end.cancelled():
+        if self._end is None or self._end.cancelled() or self._end.get_loop().is_closed():
             self._end = loop.create_task(self._close())
         await asyncio.shield(self._end)
 

@@ -52,6 +52,9 @@ async def use():
             assert looking_up.wait(float(patience))
         else:
             await client.attend(array(1), array(1), array(1))
+    if state == "closing":
+        asyncio.ensure_future(client.close())
+        await asyncio.sleep(0)
 
 async def close():
     for _ in range(2):
@@ -95,7 +98,7 @@ def address() -> Iterator[str]:
         ends.set()
 
 
-@pytest.mark.parametrize("state", ["idle", "in flight", "looking up"])
+@pytest.mark.parametrize("state", ["idle", "in flight", "looking up", "closing"])
 @pytest.mark.parametrize("loops", ["asyncio", "uvloop"])
 def test_it_can_be_closed(address: str, transport: Transport, loops: str, state: str) -> None:
     command = [sys.executable, "-c", PROGRAM, loops, address, transport, state, str(PATIENCE_S / 2)]

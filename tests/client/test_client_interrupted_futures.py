@@ -15,7 +15,6 @@ import pytest
 from calls import PATIENCE_S
 
 from attnserve import Client
-from attnserve._transports import thread_future
 from attnserve._transports.thread_future import CallFuture
 
 Operation = Callable[[CallFuture[bytes, bytes]], object]
@@ -24,6 +23,8 @@ OPERATIONS: dict[str, Operation] = {
     "done": lambda future: future.done(),
     "cancelled": lambda future: future.cancelled(),
     "running": lambda future: future.running(),
+    "repr": repr,
+    "settle": lambda future: future.settle(b"reply"),
     "result": lambda future: future.result(1e-6),
     "exception": lambda future: future.exception(1e-6),
     "add_done_callback": lambda future: future.add_done_callback([].append),
@@ -31,7 +32,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-class Interrupt(BaseException):
+class Interrupt(KeyboardInterrupt):
     """What a handler raises. Not an Exception: `concurrent.futures` takes those for a callback's."""
 
 
@@ -130,16 +131,16 @@ def test_one_that_comes_as_a_future_is_cancelled_reaches_the_caller_and_callback
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if it is an Exception, which `concurrent.futures` would log if it came in a callback: in that of our own."""
-    open_latch = thread_future._open
+    open_latch = CallFuture._invoke_callbacks
 
-    def interrupted(latch: threading.Lock, future: object = None) -> None:
+    def interrupted(future: CallFuture[bytes, bytes]) -> None:
         signal.raise_signal(signal.SIGALRM)
-        open_latch(latch, future)
+        open_latch(future)
 
     def bark(*arguments: Any) -> None:
         raise ValueError("a handler's")
 
-    monkeypatch.setattr(thread_future, "_open", interrupted)
+    monkeypatch.setattr(CallFuture, "_invoke_callbacks", interrupted)
     future: CallFuture[bytes, bytes] = CallFuture(bytes)
     called: list[Future[bytes]] = []
     future.add_done_callback(called.append)
@@ -154,7 +155,7 @@ def test_one_that_comes_as_a_future_is_cancelled_reaches_the_caller_and_callback
     assert not future._latch.locked()
 
 
-@pytest.mark.parametrize("method", ["cancel", "add_done_callback"])
+@pytest.mark.parametrize("method", ["cancel", "settle", "add_done_callback"])
 def test_what_a_future_calls_back_can_be_interrupted(method: str) -> None:
     """It may take its time."""
     so_far: list[str] = []
@@ -165,12 +166,17 @@ def test_what_a_future_calls_back_can_be_interrupted(method: str) -> None:
         so_far.append("over")
 
     future: CallFuture[bytes, bytes] = CallFuture(bytes)
-    if method == "cancel":
-        future.add_done_callback(call_back)
-    else:
+    operation: dict[str, Callable[[], object]] = {
+        "cancel": future.cancel,
+        "settle": lambda: future.settle(b"reply"),
+        "add_done_callback": lambda: future.add_done_callback(call_back),
+    }
+    if method == "add_done_callback":
         future.settle(b"reply")
+    else:
+        future.add_done_callback(call_back)
     with pytest.raises(Interrupt):
-        future.cancel() if method == "cancel" else future.add_done_callback(call_back)
+        operation[method]()
     assert so_far == ["begun"]
 
 

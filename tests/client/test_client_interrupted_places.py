@@ -95,11 +95,14 @@ def test_as_another_threads_operation_on_a_cache_begins(alarm: Callable[[], None
         return answer
 
     def settle(outcome: object) -> None:
-        if place == "as it fails":
+        if place == "as it fails" and not settled:
+            settled.append(outcome)
             alarm()
+            settled.append("the signal waited for this, which may take its time")
         outcomes.put(outcome)
 
     sent: list[object] = []
+    settled: list[object] = []
     mine = Transaction(cache.turns, Plan(steps(), (cache,), True, None), lambda request, timeout: Future(), bool)
     others = Transaction(cache.turns, Plan(steps(), (cache,), True, None), send, settle)
     mine.begin()
@@ -110,6 +113,7 @@ def test_as_another_threads_operation_on_a_cache_begins(alarm: Callable[[], None
     assert outcomes.get(timeout=PATIENCE_S) == (failure if place == "as it fails" else 1)
     assert len(sent) == (0 if place == "as it fails" else 1)
     assert outcomes.empty()
+    assert len(settled) == (1 if place == "as it fails" else 0)
 
 
 def test_as_a_thread_for_later_begins(alarm: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,16 +80,16 @@ class Transaction(Turn, Generic[T]):
         self._turns.leave(self)
         return True
 
-    def start(self) -> None:
-        """Takes the first step."""
+    def start(self) -> Callable[[], None] | None:
+        """Takes the first step. Returns what ends the operation, if there is no other."""
         if not self._begun:
-            self._take_step(partial(next, self._steps))
-            return
+            return self._take_step(partial(next, self._steps))
         with self._lock:
             if self._over or self._answer is not None:
-                return
+                return None
             self._over = True
-        self._end(CancelledError())  # a signal handler's exception, meant for other code, has ended the first step
+        # A signal handler's exception, meant for other code, has ended the first step.
+        return partial(self._end, CancelledError())
 
     def expire(self) -> None:
         """Ends the operation, unless it has begun."""
@@ -103,17 +103,19 @@ class Transaction(Turn, Generic[T]):
         if answer.cancelled():  # `cancel` did it
             return
         error = answer.exception()
-        self._take_step(
+        end = self._take_step(
             partial(self._steps.send, answer.result()) if error is None else partial(self._steps.throw, error)
         )
+        if end is not None:
+            end()
 
-    def _take_step(self, resume: Callable[[], Request]) -> None:
-        """Resumes the plan, up to its next request or its end."""
+    def _take_step(self, resume: Callable[[], Request]) -> Callable[[], None] | None:
+        """Resumes the plan, up to its next request or its end, and returns what then ends the operation."""
         answer: AnyFuture | None = None
         outcome: Any = None
         with self._lock:
             if self._over:
-                return
+                return None
             self._begun = True
             try:
                 request = resume()
@@ -126,10 +128,10 @@ class Transaction(Turn, Generic[T]):
                 outcome = error.with_traceback(None)  # it would keep this frame alive, and all that it holds
             self._answer = answer  # and drop the previous one, whose callback refers to this object
             self._over = answer is None
-        if answer is not None:  # without the lock: it may be done already
-            answer.add_done_callback(self._answered)
-        else:
-            self._end(outcome)
+        if answer is None:
+            return partial(self._end, outcome)
+        answer.add_done_callback(self._answered)  # without the lock: it may be done already
+        return None
 
     def _end(self, outcome: T | Exception) -> None:
         self._turns.leave(self)

@@ -92,8 +92,10 @@ class Turn(ABC):
         return all(line.has_in_front(self) for line in self.lines)
 
     @abstractmethod
-    def start(self) -> None:
-        """Called when the turn comes, from any thread; called again if an interrupt ended the first call."""
+    def start(self) -> Callable[[], object] | None:
+        """Called when the turn comes, from any thread; called again if an interrupt ended the first call. Returns what
+        may take its time, to be called next; also again, if an interrupt ended that.
+        """
 
     @abstractmethod
     def expire(self) -> None:
@@ -124,8 +126,8 @@ class Turns:
             if not starts and turn.deadline < inf:
                 self._waiting.add(turn)
                 self._watch(turn.deadline)
-        if starts:
-            turn.start()
+        if starts and (rest := turn.start()) is not None:
+            rest()
 
     def leave(self, turn: Turn) -> None:
         """Ends a turn, begun or not, and starts those that waited for nothing else."""
@@ -159,10 +161,22 @@ class Turns:
         # In a loop, not by recursion: an operation that fails as it starts makes others ready, perhaps more than the
         # stack is deep.
         while (ready := self._next_ready()) is not None:
-            with DelayedInterrupt():  # what a handler raises is for who leaves, and no reason for others not to begin
-                if not ready.left:
-                    ready.start()
-                self._ready.popleft()
+            rest = None
+            try:
+                with DelayedInterrupt():  # what a handler raises is for who leaves, no reason for others not to begin
+                    if not ready.left:
+                        rest = ready.start()
+                    self._ready.popleft()
+            finally:
+                if rest is not None:
+                    self._finish(rest)
+
+    def _finish(self, rest: Callable[[], object]) -> None:
+        try:
+            rest()
+        except BaseException:  # an interrupt: as in `leave`
+            self._later(0.0, rest)
+            raise
 
     def _next_ready(self) -> Turn | None:
         with self._lock:

@@ -49,7 +49,8 @@ def header(
     request_type: type[Message], tensors: Tensors, window: tuple[int, int] | None = None, **fields: Any
 ) -> bytes:
     """The serialised request, with a ticket for each tensor, in order. A field that is None stays unset. Remembered by
-    the fields, whose values must be as their types are: 1, 1.0 and True would be taken for each other.
+    the fields, whose values must be as their types are: 1, 1.0 and True would be taken for each other, as -0.0 is
+    for 0.0.
     """
     if window is not None:
         fields["window"] = {"left": window[0], "right": window[1]}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Final, Generic, Protocol, TypeVar, cast
 
 from attnserve._tracing import CallSpan
 from attnserve._transports.interrupts import DelayedInterrupt
@@ -52,6 +52,8 @@ class Calls(Protocol):
 _CANCELLED: Final = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
 _DONE: Final = ("FINISHED", *_CANCELLED)
 """The states of a future that is done."""
+_SETTLED: Final = ("FINISHED", "CANCELLED_AND_NOTIFIED")
+"""The states that nothing follows."""
 
 
 class _Thread(threading.local):
@@ -88,7 +90,10 @@ class CallFuture(Future[T], Generic[R, T]):
         self._latch = threading.Lock()
         """Held until the future is done."""
         self._latch.acquire()
-        super().add_done_callback(partial(_open, self._latch))
+
+    def __repr__(self) -> str:
+        """Which one it is, and its state."""
+        return f"<{type(self).__name__} at {id(self):#x} state={self._state.lower()}>"
 
     def done(self) -> bool:
         """Whether it has its outcome, or is cancelled."""
@@ -139,22 +144,27 @@ class CallFuture(Future[T], Generic[R, T]):
         return True
 
     def _is_cancelled_now(self) -> bool:
-        """Does and returns what `Future.cancel` does, but calls back where signals are no longer delayed: callbacks may
-        take their time.
-        """
-        this: Any = self  # what `Future` has no types for
+        """Does and returns what `Future.cancel` does."""
         is_first = False
         try:
-            with DelayedInterrupt(), self._condition:
-                if self._state == "PENDING":
-                    is_first = True
-                    self._state = "CANCELLED"
-                    self._condition.notify_all()
-                    this._done_callbacks.pop(0)(self)  # opens the latch
+            with DelayedInterrupt():
+                is_first = self._state == "PENDING"
+                return super().cancel()
         finally:
-            if is_first:
-                this._invoke_callbacks()
-        return self._state in _CANCELLED
+            if is_first and self._state in _CANCELLED:
+                self._call_back()
+
+    def _invoke_callbacks(self) -> None:
+        """Has nobody wait any more. `Future` calls this as it becomes done, while signals are delayed: its callbacks,
+        which may take their time, are called next, by `_call_back`.
+        """
+        try:  # noqa: SIM105  # for each call
+            self._latch.release()
+        except RuntimeError:  # who waited has let the others pass already
+            pass
+
+    def _call_back(self) -> None:
+        super()._invoke_callbacks()  # type: ignore[misc]  # nor for this
 
     def _tell_of_cancellation(self) -> None:
         """Tells `concurrent.futures.wait` and `as_completed`."""
@@ -199,9 +209,10 @@ class CallFuture(Future[T], Generic[R, T]):
         with DelayedInterrupt():
             with self._calling:
                 self._calls_back = True
-            if not self.done():
-                super().add_done_callback(fn)
-                return
+            with self._condition:
+                if self._state not in _DONE:
+                    self._done_callbacks.append(fn)  # type: ignore[attr-defined]  # for which `Future` has no types
+                    return
         try:  # not while signals are delayed: it may take its time
             fn(self)
         except Exception:
@@ -216,23 +227,28 @@ class CallFuture(Future[T], Generic[R, T]):
             return silent
 
     def settle(self, outcome: R | Exception) -> None:
-        """Gives the future its result, or the error instead. To be called once."""
+        """Gives the future its result, or the error instead. To be called once; again if an interrupt ended it."""
         self.calls = self.transport = None
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
-        if not self.set_running_or_notify_cancel():
-            return
+        with DelayedInterrupt():
+            if self._state in _SETTLED or not (self._state == "RUNNING" or self.set_running_or_notify_cancel()):
+                return
         result, error = outcome_of(self._finish, outcome)
         if self.span is not None:
             self.span.end(error)
         try:
-            if error is None:
-                self.set_result(result)
-            else:
-                self.set_exception(error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # not an Exception, such as SystemExit: it must not end a thread that other calls need
-            logger.exception("a callback of a call wanted to end its thread")
+            with DelayedInterrupt():
+                if error is None:
+                    self.set_result(result)
+                else:
+                    self.set_exception(error)
+        finally:
+            try:
+                self._call_back()
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # such as SystemExit: it must not end a thread that other calls need
+                logger.exception("a callback of a call wanted to end its thread")
 
     def forsake(self, error: BaseException) -> None:
         """Ends its span, and drops what it refers to, which may refer to it: its call could not be made."""
@@ -240,12 +256,6 @@ class CallFuture(Future[T], Generic[R, T]):
         self.withdraw = _withdrawn_already
         if self.span is not None:
             self.span.end(error)
-
-
-def _open(latch: threading.Lock, _: object = None) -> None:
-    """Has nobody wait any more, if anybody still does."""
-    with suppress(RuntimeError):
-        latch.release()
 
 
 def later(delay: float, function: Callable[[], object]) -> threading.Timer:

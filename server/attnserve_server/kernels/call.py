@@ -57,10 +57,9 @@ class AttentionCall:
     """Attention of N sequences that have everything in common but their elements.
 
     query [N, Hq, Lq, D], key [N, Hk, S, Dk], value [N, Hk, S, Dv]; Hq a multiple of Hk. `score` None is the dot
-    product. Query i has position `offset + i`. `window` is (left, right), -1 open: (-1, 0) is a causal
-    mask. `mask` (bool) and `bias` (of the
-    accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and `sinks` [Hq] are of the
-    accumulation dtype. The shapes are not checked here: they were when the request came in.
+    product. Query i has position `offset + i`. `window` is (left, right), -1 open: (-1, 0) is a causal mask. `mask`
+    (bool) and `bias` (of the accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and
+    `sinks` [Hq] are of the accumulation dtype. The shapes are not checked here: they were when the request came in.
 
     Keys and values may have another dtype if the queries' can represent all of its values: they are converted where the
     call is computed. `finite` says that queries, keys and values are known to hold neither NaN nor infinities.

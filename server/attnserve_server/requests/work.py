@@ -76,7 +76,7 @@ Finish: TypeAlias = Callable[[], BatchResult]
 """Waits for a batch that has been launched, and gives its results; on any thread, once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Extent:
     """How much a request is."""
 

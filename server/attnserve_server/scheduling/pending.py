@@ -133,7 +133,7 @@ class PendingRequests:
     def drop_cancelled(self) -> None:
         """Replies to cancelled entries that have not run yet."""
         cancelled, self._cancelled = self._cancelled, []
-        # Those that wait for turns before those in the queue, whom it would otherwise let into that.
+        # First those that wait for turns: as those in the queue leave, turns come, and who has one enters the queue.
         self._drop(filter(self._turns.waits, cancelled), "cancelled", Cancelled)
         self._drop(self._queue.drop_cancelled(), "cancelled", Cancelled)
 
