@@ -15,14 +15,14 @@ import pytest
 from calls import PATIENCE_S, until
 from peers import peer, replies
 
-from attnserve import Client, DeadlineExceededError, UnavailableError
+from attnserve import Client, ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._caching.plans import Plan, Steps
 from attnserve._caching.state import CacheState
 from attnserve._caching.transaction import Transaction
 from attnserve._caching.turns import Turns
 from attnserve._requests import cache_requests
 from attnserve._requests.cache_requests import CacheInfo
-from attnserve._transports.thread_future import later
+from attnserve._transports.thread_future import CallFuture, later
 
 ARRAY = np.ones((1, 2, 3), np.float32)
 
@@ -129,3 +129,30 @@ def test_as_a_thread_for_later_begins(alarm: Callable[[], None], monkeypatch: py
     with pytest.raises(AlarmError):
         later(0.0, called.set)
     assert called.wait(PATIENCE_S)
+
+
+def test_as_a_client_is_closed(alarm: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits in another thread is told, also behind the one at whom it comes."""
+    settle, released = CallFuture.settle, threading.Event()
+    interrupted: list[object] = []
+
+    def interrupted_once(future: CallFuture[Any, Any], outcome: Any) -> None:
+        if not interrupted:
+            interrupted.append(future)
+            alarm()
+        settle(future, outcome)
+
+    def silent(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        released.wait(PATIENCE_S)
+        yield from ()
+
+    with peer(silent) as address, Client(address, timeout=None) as client:
+        calls = [client.submit(ARRAY, ARRAY, ARRAY) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(CallFuture, "settle", interrupted_once)
+            with pytest.raises(AlarmError):
+                client.close()
+            for call in calls:
+                assert isinstance(call.exception(PATIENCE_S), ClientClosedError)
+        released.set()
+    assert interrupted == [calls[0]]

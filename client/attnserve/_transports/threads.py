@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
@@ -29,17 +30,32 @@ from attnserve._servers.replicas import Replica
 from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
-from attnserve._transports.connection import BaseStream, Others, settle
+from attnserve._transports.connection import BaseStream, Others
 from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
-from attnserve._transports.thread_future import CallFuture, bring_replies
+from attnserve._transports.thread_future import CallFuture, bring_replies, later
 
 _PROMPT_BYTES: Final = 1 << 20
 """Up to this size, a message's results are made in gRPC's thread; larger ones would keep that from its work."""
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
+
+
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    """Delivers outcomes. No lock may be held: callbacks may do anything. What a signal handler raises ends it, in the
+    main thread: then another delivers the rest, to callers who wait in other threads.
+    """
+    rest = deque(outcomes)
+    try:
+        while rest:
+            call, outcome = rest[0]
+            call.owner.settle(outcome)
+            rest.popleft()
+    except BaseException:
+        later(0.0, partial(_settle, rest))
+        raise
 
 
 class _Arrived(NamedTuple):
@@ -88,7 +104,7 @@ class StreamTransport(BaseStream[StreamFuture]):
                 if not (given_up := call.owner.cancelled()):  # from here on, `_withdraw` finds it here
                     self._add(call, outcomes)
         finally:
-            settle(outcomes)
+            _settle(outcomes)
         if given_up:
             call.owner.settle(CancelledError())  # for `concurrent.futures.wait` and `as_completed`
 
@@ -112,7 +128,7 @@ class StreamTransport(BaseStream[StreamFuture]):
             leaving = self._multiplexer.take_leaving()
             self._advance(outcomes)
         self._part_with(leaving)
-        settle(outcomes)
+        _settle(outcomes)
 
     def close(self) -> None:
         """Gives up all calls and ends the streams."""
@@ -122,10 +138,12 @@ class StreamTransport(BaseStream[StreamFuture]):
             rpcs = list(self._rpcs.values())
             self._writable.notify_all()
             self._timer.notify_all()
-        with DelayedInterrupt():  # also for the finalizers of gRPC's calls: what a handler raises there is lost
-            while rpcs:
-                rpcs.pop().cancel()
-        settle(outcomes)
+        try:
+            with DelayedInterrupt():  # also for the finalizers of gRPC's calls: what a handler raises there is lost
+                while rpcs:
+                    rpcs.pop().cancel()
+        finally:
+            _settle(outcomes)
 
     def _withdraw(self, call: Call[StreamFuture], *, waits: bool) -> bool:
         with DelayedInterrupt(), self._lock if waits else at_once(self._lock):
@@ -208,7 +226,7 @@ class StreamTransport(BaseStream[StreamFuture]):
                 try:
                     self._part_with(arrived.leaving)
                 finally:
-                    settle(arrived.outcomes)
+                    _settle(arrived.outcomes)
                 del arrived  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             status = status_from_rpc_error(error.with_traceback(None))  # a cycle: it is the call that this frame has
@@ -218,14 +236,14 @@ class StreamTransport(BaseStream[StreamFuture]):
             outcomes = self._multiplexer.broken(stream, status, time.monotonic())
             self._rpcs.pop(stream, None)  # missing if the opening failed
             self._advance(outcomes)
-        settle(outcomes)
+        _settle(outcomes)
 
     def _distrust(self, stream: int, rpc: Any, error: Exception) -> None:
         """Gives up a stream whose replies cannot be read, and the calls on it."""
         with self._lock:
             outcomes = self._multiplexer.distrusted(stream, unreadable(error))
         rpc.cancel()
-        settle(outcomes)
+        _settle(outcomes)
 
     def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
         """Takes a message of replies, as gRPC's deserializer: in the thread that it arrives in. Returns what is left to
@@ -260,5 +278,5 @@ class StreamTransport(BaseStream[StreamFuture]):
                 self._watched = self._multiplexer.wakeup
                 self._advance(outcomes)
             self._part_with(leaving)
-            settle(outcomes)
+            _settle(outcomes)
             del outcomes, leaving
