@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 import sys
@@ -62,6 +63,7 @@ def interrupted_at(place: int, operation: Callable[[], object]) -> bool:
                 signal.raise_signal(signal.SIGINT)
 
     before = sys.getprofile()
+    gc.disable()  # its callbacks (Hypothesis has one) are no place of the operation
     with suppress(Interrupt, TimeoutError, CancelledError):
         sys.setprofile(visit)
         try:
@@ -69,6 +71,7 @@ def interrupted_at(place: int, operation: Callable[[], object]) -> bool:
         finally:
             sys.setprofile(before)
     sys.setprofile(before)
+    gc.enable()
     return left < 0
 
 
