@@ -64,14 +64,16 @@ def interrupted_at(place: int, operation: Callable[[], object]) -> bool:
 
     before = sys.getprofile()
     gc.disable()  # its callbacks (Hypothesis has one) are no place of the operation
-    with suppress(Interrupt, TimeoutError, CancelledError):
-        sys.setprofile(visit)
-        try:
-            operation()
-        finally:
-            sys.setprofile(before)
-    sys.setprofile(before)
-    gc.enable()
+    try:
+        with suppress(Interrupt, TimeoutError, CancelledError):
+            sys.setprofile(visit)
+            try:
+                operation()
+            finally:
+                sys.setprofile(before)
+    finally:
+        sys.setprofile(before)
+        gc.enable()
     return left < 0
 
 
@@ -181,6 +183,26 @@ def test_what_a_future_calls_back_can_be_interrupted(method: str) -> None:
     with pytest.raises(Interrupt):
         operation[method]()
     assert so_far == ["begun"]
+
+
+def test_what_two_threads_cancel_calls_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: CallFuture[bytes, bytes] = CallFuture(bytes)
+    called: list[Future[bytes]] = []
+    future.add_done_callback(called.append)
+    other = threading.Thread(target=future.cancel)
+    cancel = Future.cancel
+
+    def beside_another(this: Future[bytes]) -> bool:
+        """Gives another thread the time to cancel it first, if it can."""
+        monkeypatch.setattr(Future, "cancel", cancel)
+        other.start()
+        other.join(0.2)
+        return cancel(this)
+
+    monkeypatch.setattr(Future, "cancel", beside_another)
+    assert future.cancel()
+    other.join(PATIENCE_S)
+    assert called == [future]
 
 
 def test_a_callback_that_fails_at_once_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -147,7 +147,7 @@ class CallFuture(Future[T], Generic[R, T]):
         """Does and returns what `Future.cancel` does."""
         is_first = False
         try:
-            with DelayedInterrupt():
+            with DelayedInterrupt(), self._condition:  # of two threads that cancel it, one calls back
                 is_first = self._state == "PENDING"
                 return super().cancel()
         finally:
