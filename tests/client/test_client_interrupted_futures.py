@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from calls import PATIENCE_S
+from interrupting import Interrupt, handled, interrupted_at
 
 from attnserve import Client
 from attnserve._transports.thread_future import CallFuture
+
+__all__ = ["handled"]
+
+pytestmark = pytest.mark.usefixtures("handled")
 
 Operation = Callable[[CallFuture[bytes, bytes]], object]
 
@@ -31,50 +34,6 @@ OPERATIONS: dict[str, Operation] = {
     "add_done_callback": lambda future: future.add_done_callback([].append),
     "cancel": lambda future: future.cancel(),
 }
-
-
-class Interrupt(KeyboardInterrupt):
-    """What a handler raises. Not an Exception: `concurrent.futures` takes those for a callback's."""
-
-
-@pytest.fixture(autouse=True)
-def handled() -> Iterator[None]:
-    """A handler of SIGINT that raises."""
-
-    def handler(*arguments: Any) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGINT, handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def interrupted_at(place: int, operation: Callable[[], object]) -> bool:
-    """Has a signal arrive in an operation where Python would call its handler: as a function begins, or when one in C
-    has returned; in the first of these places, or so many later. Returns whether there is such a place.
-    """
-    left = place
-
-    def visit(frame: Any, event: str, argument: object) -> None:
-        nonlocal left
-        if event in ("call", "c_return"):
-            left -= 1
-            if left == -1:
-                signal.raise_signal(signal.SIGINT)
-
-    before = sys.getprofile()
-    gc.disable()  # its callbacks (Hypothesis has one) are no place of the operation
-    try:
-        with suppress(Interrupt, TimeoutError, CancelledError):
-            sys.setprofile(visit)
-            try:
-                operation()
-            finally:
-                sys.setprofile(before)
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return left < 0
 
 
 def settle(future: CallFuture[bytes, bytes]) -> None:

@@ -22,8 +22,8 @@ from calls import PATIENCE_S
 from conftest import Server
 
 from attnserve import Client, DeadlineExceededError, _thread_calls
-from attnserve._transports import interrupts
-from attnserve._transports.interrupts import SIGNALS, DelayedInterrupt
+from attnserve import _interrupts as interrupts
+from attnserve._interrupts import SIGNALS, DelayedInterrupt
 from attnserve._transports.thread_future import CallFuture
 from attnserve._transports.threads import StreamTransport
 

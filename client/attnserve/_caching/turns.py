@@ -18,7 +18,7 @@ from functools import partial
 from math import inf
 from typing import Final, Protocol
 
-from attnserve._transports.interrupts import DelayedInterrupt
+from attnserve._interrupts import DelayedInterrupt
 
 
 class Timer(Protocol):

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from attnserve._interrupts import DelayedInterrupt
+
 LEAST_PAUSE: Final = 1.0
 
 logger = logging.getLogger("attnserve")
@@ -32,12 +34,14 @@ class Resolver:
 
     def ask(self) -> None:
         """Asks for a look-up soon."""
-        self._asked.set()
+        with DelayedInterrupt():  # an event that is interrupted may keep its lock
+            self._asked.set()
 
     def close(self) -> None:
         """Ends the thread; one more result may still be delivered, and must be ignored."""
-        self._closed.set()
-        self._asked.set()
+        with DelayedInterrupt():
+            self._closed.set()
+            self._asked.set()
 
     def _run(self) -> None:
         while True:

@@ -2,6 +2,9 @@
 
 In: what the client's address names, and how to connect to one address. Out: the connection for a call. Both clients use
 it; they provide connections, and a way to run code where connections may be made, to take over new addresses.
+
+The locks of futures and events are Python code, which a signal handler that raises would leave held, and whoever
+brings the addresses waiting for them for ever: signals are delayed while one is used, but not while one is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from math import inf
 from typing import Any, Final, Generic, TypeVar
 
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
+from attnserve._interrupts import DelayedInterrupt
 from attnserve._process import Process
 from attnserve._requests.cache_requests import CacheInfo
 from attnserve._servers import replicas
@@ -165,13 +169,17 @@ class Servers(Generic[C]):
         if nothing is known within the timeout, and ClientClosedError if the client is closed before.
         """
         found = self.resolving()
-        try:
-            failure = found.exception(timeout)
-        except TimeoutError:
-            failure = self.too_late()
+        latch = threading.Lock()
+        latch.acquire()
+        with DelayedInterrupt():
+            found.add_done_callback(lambda _: latch.release())
+        is_found = latch.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        with DelayedInterrupt():
+            failure = found.exception() if is_found else self.too_late()
         if failure is not None:
             raise of_caller(failure) from failure.__cause__
-        return found.result()
+        with DelayedInterrupt():
+            return found.result()
 
     def too_late(self) -> DeadlineExceededError | UnavailableError:
         """The error if a look-up takes longer than the call's timeout: why it has failed so far, if it has."""
@@ -182,7 +190,7 @@ class Servers(Generic[C]):
         that are looked up; a caller that stops waiting must not cancel it. It fails as `_look_up` does.
         """
         self._process.enter()
-        with self._lock:
+        with DelayedInterrupt(), self._lock:
             if self._closed:
                 raise ClientClosedError
             if self._resolution is None or self._resolution.done():
@@ -233,7 +241,7 @@ class Servers(Generic[C]):
 
     def update(self, addresses: Sequence[str]) -> None:
         """Takes over the current addresses."""
-        with self._lock:
+        with DelayedInterrupt(), self._lock:
             if not self._closed:
                 self._update(addresses)
 
@@ -249,7 +257,7 @@ class Servers(Generic[C]):
 
     def _retire_later(self) -> None:
         """Schedules the closing of connections that linger. If there is no thread for it, a later call does."""
-        with self._lock:
+        with DelayedInterrupt(), self._lock:
             if self._closed or self._retiring is not None:
                 return
             timer = threading.Timer(replicas.FORGET_AFTER, _retire_there, (weakref.ref(self),))
@@ -266,7 +274,7 @@ class Servers(Generic[C]):
 
     def close(self) -> Sequence[C]:
         """Ends look-ups, fails a pending one with ClientClosedError, and returns all connections, to be closed."""
-        with self._lock:
+        with DelayedInterrupt(), self._lock:
             self._closed = True
             self._ended.set()
             if self._resolution is not None and not self._resolution.done():

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from attnserve._transports.interrupts import DelayedInterrupt
+from attnserve._interrupts import DelayedInterrupt
 from attnserve._transports.thread_future import CallFuture
 
 

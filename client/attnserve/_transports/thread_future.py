@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar, cast
 
+from attnserve._interrupts import DelayedInterrupt
 from attnserve._tracing import CallSpan
-from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import LockHeld
 from attnserve._transports.outcome import outcome_of
 

@@ -24,6 +24,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from attnserve._errors import ClientClosedError, status_from_rpc_error, unreadable
+from attnserve._interrupts import DelayedInterrupt
 from attnserve._memory import joined
 from attnserve._requests.reply import Response, decode_replies
 from attnserve._servers.replicas import Replica
@@ -32,7 +33,6 @@ from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._transports.connection import BaseStream, Others
 from attnserve._transports.in_flight import Call, Outcome
-from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
 from attnserve._transports.thread_future import CallFuture, bring_replies, later
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from attnserve._transports.interrupts import DelayedInterrupt
+from attnserve._interrupts import DelayedInterrupt
 
 
 class Timer:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from attnserve._errors import AttnServeError, ClientClosedError, ProtocolError, UnavailableError, unreadable
+from attnserve._interrupts import DelayedInterrupt
 from attnserve._settings.credentials import Bearer
 from attnserve._transports.callbacks import Callbacks
-from attnserve._transports.interrupts import DelayedInterrupt
 from attnserve._transports.locks import at_once
 from attnserve._transports.thread_future import CallFuture
 from attnserve._transports.timers import Timer, Timers
