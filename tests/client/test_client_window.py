@@ -21,6 +21,7 @@ from attnserve.v1 import attention_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
     from conftest import Server
 
@@ -78,6 +79,29 @@ def test_answers_while_others_wait_find_more_room(stream: Stream) -> None:
     assert 6 <= most <= 12
     stream.replies(in_flight.pop(), now=0.3, error=full("queue_time", 1.0))
     assert stream.sent(0.3) == [], "which ends where one is refused"
+
+
+def test_a_server_that_stays_full_refuses_less_and_less_until_it_has_more_room(stream: Stream) -> None:
+    stream.add(*(f"held {n}" for n in range(1000)), now=0.1)
+    in_flight: list[Any] = [0, 1, 2, 3]
+
+    def refused(places: int, times: range) -> int:
+        """How many calls are refused while others are answered, one each time."""
+        refusals = 0
+        for time in times:
+            now = 0.2 + time / 100
+            stream.replies(in_flight.pop(0), now=now)
+            in_flight.extend(stream.sent(now))
+            while len(in_flight) > places:
+                refusals += 1
+                stream.replies(in_flight.pop(), now=now, error=full("bytes", 0.1))
+        return refusals
+
+    assert refused(4, range(200)) < 15
+    assert refused(4, range(200, 400)) < 10
+    assert refused(8, range(400, 480)) < 5
+    assert len(in_flight) == 8, "which does not take long"
+    assert refused(8, range(480, 680)) < 10
 
 
 def test_a_call_that_cannot_be_answered_in_its_time_is_told_at_once(stream: Stream) -> None:

@@ -3,10 +3,10 @@
 In: refusals, answers, how many calls are unanswered. Out: how many more may be sent, and whether a call can be answered
 in its time at all. Until a server refuses a call there is no bound. A refusal sets it to the number of calls that the
 server did take; each answer while others wait raises it a little, so that more room is found, at the price of a few
-refusals. (TCP's congestion window, with slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no
-answer comes, one more call is sent when the server should have room, and later each time it has none: what it has may
-take long. If it has none of the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no
-clock.
+refusals, and the less, the more often in a row these refuse what was sent beyond it. (TCP's congestion window, with
+slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no answer comes, one more call is sent when
+the server should have room, and later each time it has none: what it has may take long. If it has none of the stream's
+calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ FORGOTTEN_AFTER: Final = 10.0
 GROWTH: Final = 1 / 32
 """The least by which an answer raises the bound: a wide one, of small calls, would hardly grow by one in a whole round.
 """
+
+MOST_CAUTION: Final = 3
+"""How often the growth is halved at most, as calls beyond the bound are refused one after the other."""
+
+PROVEN: Final = 1.25
+"""Once grown by so much, the bound was too low: a call was sent beyond it, and would have been refused by now."""
 
 LEAST_PAUSE: Final = 0.1
 """How many seconds without an answer to wait at least before a call is sent beyond the bound."""
@@ -90,6 +96,8 @@ class Window:
 
     __slots__ = (
         "_asking",
+        "_bound",
+        "_caution",
         "_in_a_row",
         "_limit",
         "_refusal",
@@ -108,7 +116,9 @@ class Window:
 
     def forget(self) -> None:
         """Starts anew, without a bound: the server may be another."""
-        self._limit = inf
+        self._limit = self._bound = inf
+        self._caution = 0
+        """How often in a row the server has refused what was sent beyond `_bound`, what it had at the last refusal."""
         self.asks = 0.0
         """When one more call is sent, whatever the bound, if none is answered till then."""
         self._asking = True
@@ -144,7 +154,9 @@ class Window:
             self.speed.told(unanswered, 2 * max(told, 0.005), now)
         self._refusal = OverloadedError(str(error), code=error.code, details=error.details)  # without frames
         self._refused_at = now
-        self._limit = max(1.0, unanswered)
+        if self._limit > self._bound:  # not of every call in a message
+            self._caution = min(self._caution + 1, MOST_CAUTION) if unanswered <= self._bound else 0
+        self._limit = self._bound = max(1.0, unanswered)
         self._shut = self._starting = not unanswered
 
     def answered(self, calls: int, waiting: int, now: float, *, taken: bool) -> None:
@@ -158,8 +170,11 @@ class Window:
         self.asks = now + max(self._refusal.retry_delay or 0.0, LEAST_PAUSE)
         if waiting:
             self.speed.answered(calls, now)
+            if self._limit >= self._bound + PROVEN:
+                self._caution = 0
             if taken:
-                self._limit += calls * (1.0 if self._starting else max(1.0 / self._limit, GROWTH))
+                growth = 1.0 if self._starting else max(1.0 / self._limit, GROWTH) / 2**self._caution
+                self._limit += calls * growth
 
     def room(self, unanswered: int) -> float:
         """How many more calls may be sent; those that are sent when it `asks` come on top."""
