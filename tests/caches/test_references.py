@@ -33,6 +33,17 @@ def test_they_are_taken_out_in_their_order(message_type: MessageType) -> None:
 
 
 @EACH_MESSAGE
+@pytest.mark.parametrize("more", range(1, 5))
+def test_they_are_found_by_an_overlong_tag_too(message_type: MessageType, more: int) -> None:
+    """Which may be their only one: stock protobuf reads tags of up to 5 bytes."""
+    own = message_type(caches=[pb.CacheReference(name="one")]).SerializeToString()
+    message = bytes((own[0] | 0x80, *[0x80] * (more - 1), 0)) + own[1:]
+    assert message_type.FromString(message).caches
+    references, header, _ = read_header(message_type, message, 0, len(message), LIMITS)
+    assert (references, header) == ((Reference("one", 0, None),), b"")
+
+
+@EACH_MESSAGE
 def test_they_count_in_the_header(message_type: MessageType) -> None:
     """Long names as well as many references, though the rest is short."""
     for caches, field in (

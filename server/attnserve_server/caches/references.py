@@ -22,10 +22,18 @@ MessageType: TypeAlias = type[pb.AttendRequest] | type[pb.ApplyRequest]
 MAX_REMEMBERED_BYTES: Final = 8 << 10
 """Headers of up to so many bytes are remembered: those of some hundred references."""
 
-_TAGS: Final = {
-    message_type: _fields.field_prefix(message_type.CACHES_FIELD_NUMBER, 0)[:-1]
-    for message_type in (pb.AttendRequest, pb.ApplyRequest)
+
+def _beginnings(number: int) -> tuple[bytes, bytes, bytes]:
+    """How a message's field may begin: with its tag as everybody writes it, or with an overlong one."""
+    tag = _fields.field_tag(number, _fields.LENGTH_DELIMITED)
+    overlong = tag[:-1] + bytes((tag[-1] | 0x80,))
+    return tag, overlong + b"\x80", overlong + b"\0"
+
+
+_BEGINNINGS: Final = {
+    message_type: _beginnings(message_type.CACHES_FIELD_NUMBER) for message_type in (pb.AttendRequest, pb.ApplyRequest)
 }
+"""Of references: a header without any of these has none."""
 
 
 class Reference(NamedTuple):
@@ -48,7 +56,8 @@ def read_header(
         known = len(header) <= MAX_REMEMBERED_BYTES
         if not known:
             limits.check_header(header)
-        if _TAGS[message_type] not in header:
+        plain, overlong, longest = _BEGINNINGS[message_type]
+        if plain not in header and overlong not in header and longest not in header:
             return (), header, payloads
         # Classes of messages are hashable, whatever their stubs say.
         references, rest = (_known if known else _apart)(message_type, header, limits)  # type: ignore[arg-type]
