@@ -88,6 +88,28 @@ async def test_metrics_as_text_and_as_openmetrics(served: Served) -> None:
     assert family.samples[0].value == 1234
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/plain;version=a",
+        'application/openmetrics-text; version="1.0.0"',
+        "application/openmetrics-text;version=1a;escaping=dots",
+        "application/openmetrics-text;version=2.\nX-Injected: 1",
+        f"text/plain;version={'9' * 10_000}",
+    ],
+    ids=["no number", "in quotes", "half a number", "a line", "a long number"],
+)
+async def test_a_format_of_an_odd_version_is_not_asked_for(served: Served, accept: str) -> None:
+    plain = await get(served.port, "/metrics")
+    answer = await get(served.port, "/metrics", headers=f"Accept: {accept}\r\n")
+    assert (answer.status, answer.headers.keys()) == (200, plain.headers.keys())
+    assert answer.headers["content-type"] == plain.headers["content-type"]
+    both = await get(
+        served.port, "/metrics", headers=f"Accept: {accept}, application/openmetrics-text;version=1.0.0\r\n"
+    )
+    assert both.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0;")
+
+
 async def test_liveness_and_readiness_are_apart(served: Served) -> None:
     for state, live, ready in (
         ("starting", 200, 503),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from attnserve_server.start_errors import ListenError
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _PATIENCE_S: Final = 5.0
 _TEXT: Final = "text/plain; charset=utf-8"
+_ODD_VERSION: Final = re.compile(r"version=(?![0-9]{1,4}(\.[0-9]{1,4})*\s*(;|\Z))")
+"""A version that is no number. prometheus_client may raise TypeError at it, or answer with it as it came."""
 logger = logging.getLogger(__name__)
 
 
@@ -190,7 +193,8 @@ class HttpServer:
             if isinstance(error, Unauthenticated):
                 return _Answer(401, f"{error}\n".encode(), fields=("WWW-Authenticate: Bearer",))
             return _Answer(403, f"{error}\n".encode())
-        encode, content_type = choose_encoder(",".join(value for name, value in headers if name == "accept"))
+        accepted = ",".join(value for name, value in headers if name == "accept").split(",")
+        encode, content_type = choose_encoder(",".join(each for each in accepted if not _ODD_VERSION.search(each)))
         try:
             return _Answer(200, encode(self._registry), content_type)
         except Exception:  # reading a gauge may fail in ways particular to its device
