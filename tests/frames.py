@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, Self
 
 from calls import PATIENCE_S
@@ -25,17 +27,18 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
 
 
-def headers(path: str) -> bytes:
+def headers(path: str, metadata: Mapping[str, bytes]) -> bytes:
     """A request's headers, in plain literals."""
     fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": path,
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc",
+        ":method": b"POST",
+        ":scheme": b"http",
+        ":path": path.encode("ascii"),
+        ":authority": b"localhost",
+        "te": b"trailers",
+        "content-type": b"application/grpc",
+        **metadata,
     }
-    literals = (bytes(text, "ascii") for field in fields.items() for text in field)
+    literals = (text for name, value in fields.items() for text in (name.encode("ascii"), value))
     parts = [bytes([len(literal)]) + literal for literal in literals]
     return b"".join(b"\0" + name + value for name, value in zip(parts[::2], parts[1::2], strict=True))
 
@@ -61,11 +64,17 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def begin(self, path: str, count: int = 1, message: bytes | None = EMPTY_MESSAGE) -> None:
+    def begin(
+        self,
+        path: str,
+        count: int = 1,
+        message: bytes | None = EMPTY_MESSAGE,
+        metadata: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Begins calls; with a message, which has its length before it, they are complete."""
         sent = b""
         for stream in range(self._next, self._next + 2 * count, 2):
-            sent += frame(HEADERS, END_HEADERS, stream, headers(path))
+            sent += frame(HEADERS, END_HEADERS, stream, headers(path, metadata))
             if message is not None:
                 sent += frame(DATA, END_STREAM, stream, message)
         self._next += 2 * count

@@ -17,6 +17,7 @@ import grpc
 import messages
 import numpy as np
 import pytest
+from frames import HEADERS, Connection
 from google.rpc import error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
@@ -147,6 +148,20 @@ def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
     assert BURST - 1 <= len(lines) < 300
     assert all(re.fullmatch(r"rpc-\d+/\d+", line["request_id"]) for line in lines)
     assert len(lines) + sum(line["left_out"] for line in others if "left_out" in line) == 1000
+
+
+def test_metadata_that_are_not_text_are_no_fault(start_server: Callable[..., Server]) -> None:
+    """GRPC logs a traceback for each, and each time that they are asked for."""
+    server = start_server("--log-format", "json", "--device", "cpu")
+    with Connection(server.address) as connection:
+        connection.begin("/attnserve.v1.AttentionService/Attend", metadata={"x-request-id": b"mine \xff"})
+        assert connection.until(HEADERS, ends=True, count=1)
+    assert server.stop() == 0
+    logged = [json.loads(line) for line in server.stderr().splitlines()]
+    (refused,) = [line for line in logged if line["logger"] == "attnserve_server.observability.refusals"]
+    assert (refused["reason"], refused["request_id"]) == ("INVALID_FIELD", "mine??")
+    assert {line["level"] for line in logged} == {"info"}
+    assert not any("traceback" in line for line in logged)
 
 
 def test_refused_readers_of_metrics_are_in_the_log(start_server: Callable[..., Server], tmp_path: Path) -> None:

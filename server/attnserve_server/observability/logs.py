@@ -33,6 +33,12 @@ BURST: Final = 20.0
 
 logger = logging.getLogger(__name__)
 
+_SOFTER: Final = {
+    "ExecuteBatchError": (logging.INFO, "gRPC has ended an RPC: its caller has gone, or its message is too large"),
+    "UnicodeDecodeError": (logging.DEBUG, "the metadata of an RPC are not UTF-8"),
+}
+"""What becomes of lines of gRPC's with these errors."""
+
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -133,14 +139,16 @@ def _printable(text: str, escape: Callable[[str], str]) -> str:
 
 def soften(record: logging.LogRecord) -> bool:
     """Reduces to one line what gRPC logs as a fault of the server, with a traceback: that an RPC was over before it
-    could be ended. gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it.
+    could be ended (gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it),
+    and that what a caller sends as text is none.
     """
     error = record.exc_info[1] if record.exc_info else None
-    if record.name != "grpc._cython.cygrpc" or type(error).__name__ != "ExecuteBatchError":
+    softer = _SOFTER.get(type(error).__name__) if record.name == "grpc._cython.cygrpc" else None
+    if softer is None:
         return True
-    record.levelno, record.levelname, record.exc_info = logging.INFO, logging.getLevelName(logging.INFO), None
-    record.msg, record.args = "gRPC has ended an RPC: its caller has gone, or its message is too large", ()
-    return logging.getLogger().isEnabledFor(logging.INFO)
+    record.levelno, record.msg = softer
+    record.levelname, record.args, record.exc_info = logging.getLevelName(record.levelno), (), None
+    return logging.getLogger().isEnabledFor(record.levelno)
 
 
 class Throttle(logging.Filter):
