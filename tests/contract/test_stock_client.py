@@ -217,3 +217,13 @@ def test_reflection_of_each_version_describes_all_services_and_the_details_of_er
 def test_health(channel: grpc.Channel) -> None:
     reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_metadata_may_have_7_kib_and_not_17(stub: attention_pb2_grpc.AttentionServiceStub) -> None:
+    """As docs/clients.md says. What gRPC does with lengths between 8 and 16 KiB, it leaves to chance."""
+    for _ in range(50):
+        stub.ServerInfo(pb.ServerInfoRequest(), metadata=[("x", "y" * (7 << 10))], timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ServerInfo(pb.ServerInfoRequest(), metadata=[("x", "y" * (17 << 10))], timeout=TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert rpc_status.from_call(caught.value) is None
