@@ -210,3 +210,18 @@ def test_bits_do_not_depend_on_the_number_of_threads(start_server: Callable[...,
     for others in results[1:]:
         for one, other in zip(results[0], others, strict=True):
             assert_same_results(one, other)
+
+
+@EVERY_DTYPE
+def test_bits_do_not_depend_on_whether_a_new_thread_computes(
+    start_server: Callable[..., Server], client: Client, dtype: str
+) -> None:
+    """A server's first batches beside the event loop, and the same requests on it."""
+    plan = Plan(
+        dtype=dtype, batch=1, key_heads=1, query_length=35, key_length=35, head_dim=20, key_dim=20, value_dim=33
+    )
+    with Client(start_server("--inline-flops", "0").address) as beside:
+        for seed in range(4):
+            case = plan.case(seed)
+            on_the_loop = case.attend(client, return_lse=True, return_scores="raw")
+            assert_same_results(case.attend(beside, return_lse=True, return_scores="raw"), on_the_loop)

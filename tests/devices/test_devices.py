@@ -62,6 +62,19 @@ def test_work_that_is_divided_equals_work_that_is_not(
     assert_batch_invariant(devices, batch)
 
 
+def test_threads_that_are_new_compute_the_same_bits(devices: dict[int, CpuDevice]) -> None:
+    """Torch's products are by one thread, from each one's first on: such sums depend on how many there are."""
+    fields: dict[str, Any] = {"heads": 1, "width": 20, "dtype": np.float64, "return_scores": pb.SCORE_STAGE_RAW}
+    batch = [messages.read(messages.random_attend(seed, 35, **fields)) for seed in range(240)]
+    assert sum(request.extent.flops for request in batch) > SPLIT_FLOPS
+    alone = [contents(devices[1].run([request]).results[0]) for request in batch]
+    for _ in range(4):
+        device = CpuDevice(2, 0, None)
+        together = device.run(batch).results
+        device.close()
+        assert [contents(result) for result in together] == alone
+
+
 def test_divided_work_is_right(devices: dict[int, CpuDevice]) -> None:
     message = messages.random_attend(0, 300, batch=2, heads=4, kv_heads=2, width=48, causal=True, return_lse=True)
     request = messages.read(message)

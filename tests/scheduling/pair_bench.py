@@ -99,6 +99,9 @@ class PairDevice:
         self.lost = False
         self._entered = threading.Semaphore(0)
 
+    def prepare_thread(self) -> None:
+        pass
+
     def launch(self, requests: Sequence[Asked]) -> Finish:
         self.launched.append(threading.current_thread())
         if self.fails_to_launch:

@@ -62,7 +62,7 @@ class CpuDevice:
     scattering = None
 
     def __init__(self, threads: int, inline_flops: int, native: Library | None) -> None:
-        torch.set_num_threads(1)
+        self.prepare_thread()
         self.torch_device = torch.device("cpu")
         self.threads = threads
         self.inline_flops = inline_flops
@@ -74,8 +74,16 @@ class CpuDevice:
         self._kernel_calls: Counter[str] = Counter()
         self._counting = Lock()
         self._thread = local()
-        self._pool = ThreadPoolExecutor(threads, "attnserve-cpu", self._mark) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads, "attnserve-cpu", self._begin_own_thread) if threads > 1 else None
         self._team = Team(threads - 1) if threads > 1 and native is not None else None
+
+    def prepare_thread(self) -> None:
+        """Has torch compute by one thread on this one, from its first product on.
+
+        Each thread has a number of its own, which it takes over from torch only in some of torch's functions: until the
+        first of them, its products would be computed by as many threads as there are processors, to other bits.
+        """
+        torch.set_num_threads(1)
 
     def launch(self, requests: Sequence[Request]) -> Finish | None:
         """It cannot: what it computes, the thread that asks waits for."""
@@ -224,8 +232,9 @@ class CpuDevice:
         """The threads that work of this cost is divided among; None if it is not, as always on one of these threads."""
         return None if flops < SPLIT_FLOPS or hasattr(self._thread, "own") else self._pool
 
-    def _mark(self) -> None:
+    def _begin_own_thread(self) -> None:
         self._thread.own = True
+        self.prepare_thread()
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory."""

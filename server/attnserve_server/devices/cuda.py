@@ -92,6 +92,9 @@ class CudaDevice:
         self._transfers = CudaTransfers(self._device)
         self._scatters = True
 
+    def prepare_thread(self) -> None:
+        """Nothing: which device a thread computes on is said for each batch."""
+
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch. Raises torch.OutOfMemoryError, or whatever else torch raises, for the batch as a whole."""
         return self._letting_go(lambda: run_batch(requests, self._transfers, RAGGED_KERNELS))

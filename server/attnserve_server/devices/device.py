@@ -53,6 +53,9 @@ class Device(Compute, Protocol):
     but for those that launch it.
     """
 
+    def prepare_thread(self) -> None:
+        """To be called by each thread that will compute batches, before its first."""
+
     def run(self, requests: Sequence[Request]) -> BatchResult:
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""
 

@@ -55,7 +55,7 @@ class Worker:
         self._computed = computed
         self._died = died
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(device.depth, "attnserve-device")
+        self._threads = ThreadPoolExecutor(device.depth, "attnserve-device", device.prepare_thread)
         self._lock = SharedLock() if device.depth > 1 else None
         self._counted = 0.0
         self._busy_seconds = 0.0
