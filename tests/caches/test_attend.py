@@ -240,6 +240,14 @@ def test_a_nan_in_a_query_spoils_its_own_row_and_no_other(device: CpuDevice) -> 
     accuracy.check(case, result)
 
 
+@pytest.mark.parametrize("options", [{"window": (20, 0)}, {"mask_shape": (3, 61)}, {"softcap": 2.0}])
+def test_excluded_keys_have_no_weight_beside_a_nan(device: CpuDevice, options: dict[str, Any]) -> None:
+    case = plan_of({"causal": "bottom_right", **options}, query_length=3).case(6)
+    case.query[:, :, 1, 0] = np.nan
+    case.key[:, 0, 50] = np.nan
+    accuracy.check(case, attended(device, case, "float32", Way(), return_scores="weights"), "weights")
+
+
 @pytest.mark.parametrize("length", [1, 8, 100])
 @pytest.mark.parametrize("group", [1, 4])
 @EVERY_STORAGE

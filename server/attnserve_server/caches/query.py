@@ -283,7 +283,8 @@ class QueryAttention:
         if query.return_scores is not None:
             parts = [part for part, _ in self.scores]
             if query.return_scores == "weights":
-                parts = [part * _share(own, lse).unsqueeze(-1) for part, own in self.scores]
+                # What is excluded stays 0 also where a row attends to a NaN, and has no share.
+                parts = [(part * _share(own, lse).unsqueeze(-1)).masked_fill(part == 0, 0) for part, own in self.scores]
             scores = widened(torch.cat(parts, 3), query.length, query.return_scores).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)

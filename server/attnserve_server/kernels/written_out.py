@@ -172,7 +172,8 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
             scores[:, :, start:stop] = s if shift is None else s + shift
         weights, block_lse = _softmax(s, sinks if sinks is None or shift is None else sinks - shift)
         if call.return_scores == "weights" and scores is not None:
-            scores[:, :, start:stop] = weights
+            # In a row that attends to a NaN, what is excluded has become NaN, too.
+            scores[:, :, start:stop] = weights if attended is None else weights.masked_fill(~attended, 0)
         if exact != torch.float64:
             in_range &= _are_finite(block_lse if attended is None else block_lse.masked_fill(~attended.any(-1), 0))
         lse[:, :, start:stop] = block_lse if shift is None else block_lse + shift.squeeze(-1)
