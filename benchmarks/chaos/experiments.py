@@ -7,7 +7,7 @@ from typing import Final, Protocol, cast
 
 from benchmarks.chaos.outcome import Figure
 
-OVERLOADS: Final = ("overload", "unary", "returning", "returning_unary")
+OVERLOADS: Final = ("overload", "unary", "returning", "returning_unary", "large")
 NAMES: Final = ("guilt", "device", "drain", "rolling", "kill", "network", *OVERLOADS, "greedy", "soak")
 """Each is a module of this package."""
 
