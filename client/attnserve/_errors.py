@@ -270,7 +270,7 @@ def _error(status: Status) -> AttnServeError:
     error_class = _CLASSES.get(code, ServerError)
     if error_class is OverloadedError and not status.details and (too_long := _too_long(message, code)) is not None:
         return too_long  # a service that is full gives details; gRPC itself has this reason, and proxies have others
-    if code is grpc.StatusCode.UNIMPLEMENTED and not status.details:
+    if code is grpc.StatusCode.UNIMPLEMENTED and not status.details and not message.startswith("Compression algorithm"):
         # No service that has the method says so: it is gRPC itself, where nothing has that name.
         message = f"what answers there is no attnserve server, or an older one ({message})"
     if error_class is InvalidRequestError:
@@ -279,9 +279,11 @@ def _error(status: Status) -> AttnServeError:
 
 
 def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None:
-    """The error of a message that is longer than allowed by the server, or by the client's own channel options; None if
-    that is not the reason.
+    """The error of a message that is longer than allowed by the server, or by the client's own channel options, or of
+    metadata that are; None if that is not the reason.
     """
+    if "metadata size exceeds" in message:
+        return InvalidRequestError(f"the call's metadata, such as the token, are too long: {message}", code=code)
     if "larger than max" not in message:
         return None
     if "CLIENT: Received" in message:  # "Stream removed (CLIENT: ...)" in some versions

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from askers import Transport, arrays, transport
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2 as rpc
 from google.rpc.status_pb2 import Status
 
 import attnserve
+from attnserve import Client
 from attnserve._errors import error_from_status, no_reply
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+__all__ = ["transport"]
 
 
 def status(code: grpc.StatusCode, *details: Any) -> Status:
@@ -108,6 +115,23 @@ def test_what_the_channel_itself_refuses_is_not_the_servers_limit(message: str, 
     assert isinstance(error, attnserve.InvalidRequestError)
     assert error.limit is None
     assert said in str(error)
+
+
+def test_metadata_that_are_too_long_are_no_overload(server: Server, transport: Transport) -> None:
+    with (
+        Client(server.address, token="x" * 20_000, transport=transport) as client,
+        pytest.raises(attnserve.InvalidRequestError, match=r"^the call's metadata, such as the token, are too long: "),
+    ):
+        client.attend(*arrays())
+
+
+def test_a_compression_that_the_server_does_not_take_is_told_as_it_is(server: Server, transport: Transport) -> None:
+    gzip = [("grpc.default_compression_algorithm", grpc.Compression.Gzip.value)]
+    with (
+        Client(server.address, options=gzip, transport=transport) as client,
+        pytest.raises(attnserve.ServerError, match=r"^Compression algorithm 'gzip' is disabled"),
+    ):
+        client.attend(*arrays())
 
 
 def test_what_a_proxy_refuses_is_no_mistake_of_the_caller() -> None:
