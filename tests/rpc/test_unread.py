@@ -115,6 +115,22 @@ def test_two_who_do_not_read_keep_others_out_for_a_while_only(tmp_path: Path) ->
         assert "REPLIES_UNREAD" in server.stderr()
 
 
+def test_of_what_is_answered_the_reply_alone_counts_while_nobody_reads_it(tmp_path: Path) -> None:
+    request = messages.random_attend(1, 4096, kv_length=1 << 14, width=16)
+    reply_bytes = len(request.query.data)
+    with serving(tmp_path) as server, grpc.insecure_channel(server.address, OPTIONS) as channel:
+        stream = calls.Stream(channel)
+        stream.send(calls.call(0, messages.random_attend(0)))  # gRPC may read one reply ahead
+        stream.send(calls.call(1, request))
+        calls.until(
+            lambda: reply_bytes < metric(server, "in_flight_bytes") < 3 * reply_bytes, "the request counts no longer"
+        )
+        assert request.ByteSize() > 8 * reply_bytes
+        assert metric(server, "in_flight_requests") == 1
+        assert [reply.id for reply in stream.replies(2)] == [0, 1]
+        calls.until_nothing_is_in_flight(server.http_address)
+
+
 of_linux = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the system does not tell a process' own memory"
 )

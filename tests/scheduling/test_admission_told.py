@@ -26,7 +26,7 @@ Action = tuple[str, str, int, int, str]
 """What happens, to which caller, and a request's bytes (or, from them, which one in flight it is), FLOPs and kind."""
 
 ACTIONS = st.tuples(
-    st.sampled_from(["admit", "admit", "check", "computed", "release", "learn", "form"]),
+    st.sampled_from(["admit", "admit", "check", "computed", "answered", "release", "learn", "form"]),
     st.sampled_from("abc"),
     st.sampled_from([1, 5, 20, 60]),
     st.sampled_from([1, 100, 3000]),
@@ -64,6 +64,10 @@ class Life:
             other, held, cost, its_kind = self.waiting.pop(size % len(self.waiting))
             self.admission.computed(other, held, cost, its_kind)
             self.computed.append((other, held))
+        elif what == "answered" and self.computed:
+            other, held = self.computed.pop(size % len(self.computed))
+            self.admission.shrink(other, held - held // 2)
+            self.computed.append((other, held // 2))
         elif what == "release" and self.computed:
             self.admission.release(*self.computed.pop(size % len(self.computed)))
         elif what == "learn":
@@ -134,6 +138,7 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
     "change",
     [
         lambda admission: admission.computed(ME, 1, 10**9),
+        lambda admission: admission.shrink(ME, 1),
         lambda admission: admission.release(ME, 1),
         lambda admission: admission.recount(ME, (1, 10**9), (2, 2 * 10**9), 0),
         lambda admission: admission.again(ME, 1, 10**9, ""),
@@ -141,7 +146,7 @@ def test_who_is_refused_again_is_told_the_same_without_being_looked_at_again(mon
         lambda admission: at(10**9, 0.01)(admission),
         lambda admission: admission.pace.formed(0.01),
     ],
-    ids=["computed", "release", "recount", "again", "admit of another", "learn", "formed"],
+    ids=["computed", "shrink", "release", "recount", "again", "admit of another", "learn", "formed"],
 )
 def test_whatever_may_give_room_or_change_shares_makes_it_looked_at_again(
     change: Callable[[OpenAdmission], None], monkeypatch: pytest.MonkeyPatch

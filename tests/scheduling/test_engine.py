@@ -18,10 +18,11 @@ from attnserve_server.errors import (
     Draining,
     InvalidRequest,
     Overloaded,
+    RequestError,
     Starting,
 )
 from attnserve_server.scheduling import engine
-from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.entry import Entry, Outcome, StillHeld
 
 __all__ = ["torch_threads"]
 
@@ -38,6 +39,27 @@ async def test_an_idle_device_starts_at_once(inline_flops: int) -> None:
     assert isinstance(outcome, Outcome)
     assert outcome.batch_size == 1
     assert device.sizes == [1]
+
+
+async def test_of_what_is_answered_the_reply_alone_counts_until_it_has_been_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(HeldDevice(INLINE))
+    sending: list[StillHeld] = []
+
+    def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
+        sending.append(bench.engine.answered(entry, 100))
+        bench._futures[entry].set_result(outcome)
+
+    monkeypatch.setattr(bench, "_reply", reply)
+    message = messages.random_attend(0, kv_length=1000)
+    entry = bench.submit(message)
+    assert bench.admission.bytes > message.ByteSize()
+    await bench.outcome(entry)
+    assert sending == [("me", 1, 200)]
+    assert (bench.admission.requests, bench.admission.bytes) == (1, 200)
+    bench.engine.release(*sending)
+    assert (bench.admission.requests, bench.admission.bytes) == (0, 0)
 
 
 async def test_the_thread_is_chosen_by_cost() -> None:

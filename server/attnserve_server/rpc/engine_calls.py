@@ -20,7 +20,7 @@ from attnserve_server.rpc.answers import encoded
 from attnserve_server.rpc.fast_path import Answered, FastPath
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Entry, Held, Outcome, StillHeld
+from attnserve_server.scheduling.entry import Entry, Held, Outcome
 
 ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
 """Reads a caller's request from a message. Raises RequestError."""
@@ -92,7 +92,7 @@ class EngineCalls:
             if isinstance(outcome, RequestError):
                 raise outcome
             reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
-            return reply_message, StillHeld.of(entry)
+            return reply_message, self._engine.answered(entry, len(reply_message))
         except BaseException:
             self._engine.release(entry)
             raise

@@ -19,7 +19,7 @@ from attnserve_server.observability.metrics import Metrics
 from attnserve_server.rpc.eager import EagerCoroutine
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Held, StillHeld
+from attnserve_server.scheduling.entry import Held
 
 MAX_JOINED_BYTES: Final = 1 << 20
 """Replies are put into one message up to this size, which is below gRPC's default bound of 4 MiB."""
@@ -122,18 +122,15 @@ class Outbox:
                 sending = self._unread.begin(self._peer, size, self._is_late)
                 self._metrics.sent(size)  # a caller that has what it wanted may leave before gRPC says that it is sent
                 held = [each.held for each in unsent if each.held is not None]
-                if size > MAX_JOINED_BYTES:
-                    held = [StillHeld.of(each) for each in held]  # without what was received
                 try:
                     await self._context.write(_joined(unsent))
                 finally:
                     self.bytes -= size
                     if self._late:
-                        self.kept += [StillHeld.of(each) for each in held]
+                        self.kept += held
                     else:
                         self._engine.release(*held)
                     self._unread.end(sending)
-                    del held  # a request keeps its layer alive
                     self.progress.set()
         except aio.InternalError:
             raise Cancelled from None

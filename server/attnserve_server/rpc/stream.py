@@ -300,7 +300,7 @@ class CallStream:
         framed = partial(stream_reply, call_id, entry.request.reply_field)
         pieces, size = encoded(entry, outcome, self._metrics, self._usage, framed)
         self._streams.endings.ended(label, "OK", entry.arrival)
-        self._outbox.put(Unsent(pieces, size, entry))
+        self._outbox.put(Unsent(pieces, size, self._engine.answered(entry, size)))
 
     def _answer_error(
         self,
@@ -316,7 +316,8 @@ class CallStream:
         self._streams.endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
         status = error.encoded_status()
         pieces, size = stream_reply(call_id, ERROR_FIELD, [status], len(status))
-        self._outbox.put(Unsent(pieces, size, entry))
+        held = None if entry is None else self._engine.answered(entry, size)
+        self._outbox.put(Unsent(pieces, size, held))
 
     def _request_id(self, call_id: int) -> str:
         """A call's id in the log: the stream's id and its own."""

@@ -36,7 +36,9 @@ ALWAYS_BATCHES: Final = 2
 
 @dataclass(slots=True)
 class InFlight:
-    """What is in flight: requests and bytes until the reply is sent; those not computed yet, and their FLOPs."""
+    """What is in flight: requests until the reply is sent, and what they take till then; those not computed yet, and
+    their FLOPs.
+    """
 
     requests: int = 0
     bytes: int = 0
@@ -297,6 +299,12 @@ class Admission:
             usage.waiting_bytes += size
             usage.flops += flops
             usage.work.add(kind, flops)
+
+    def shrink(self, caller: Hashable, size: int) -> None:
+        """Counts out bytes of a request of a caller that has been computed: all but its reply's."""
+        self._told.clear()
+        for usage in (self._everybody, self._callers[caller]):
+            usage.bytes -= size
 
     def release(self, caller: Hashable, size: int, requests: int = 1) -> None:
         """Counts out requests of a caller, of `size` bytes together, whose replies have been sent."""

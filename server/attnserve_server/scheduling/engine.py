@@ -30,7 +30,7 @@ from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.computation import Part
 from attnserve_server.scheduling.deadlines import Deadlines
 from attnserve_server.scheduling.delivery import Delivery
-from attnserve_server.scheduling.entry import Entry, Held
+from attnserve_server.scheduling.entry import Entry, Held, StillHeld
 from attnserve_server.scheduling.pending import PendingRequests
 from attnserve_server.scheduling.worker import Run, Worker
 
@@ -160,6 +160,14 @@ class Engine:
         self._admission.admit_computed(caller, size, requests)
         self._idle.clear()
         self.worker.computed_inline(seconds)
+
+    def answered(self, entry: Entry, reply_bytes: int) -> StillHeld:
+        """Lets go of an admitted request whose reply, of so many bytes, is about to be sent. Returns what still counts:
+        the reply, twice, for there are two of it while it is being sent (`rpc/outbox.py`).
+        """
+        left = min(entry.size, 2 * reply_bytes)
+        self._admission.shrink(entry.caller, entry.size - left)
+        return StillHeld(entry.caller, 1, left)
 
     def release(self, *held: Held) -> None:
         """Releases admitted requests of one caller, whose replies have been sent or never will be."""

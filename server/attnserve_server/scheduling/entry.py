@@ -44,11 +44,6 @@ class StillHeld(NamedTuple):
     requests: int
     size: int
 
-    @staticmethod
-    def of(held: Held) -> StillHeld:
-        """What admission counts, without the rest of `held`."""
-        return StillHeld(held.caller, held.requests, held.size)
-
 
 Reply: TypeAlias = Callable[["Entry", Outcome | RequestError], None]
 
@@ -80,7 +75,7 @@ class Entry:
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
     """The bytes that it may take until its reply has been sent: the message and the reply, or, once only the reply is
-    left and being sent, twice that (`rpc/outbox.py`).
+    left and being sent, twice that (`Engine.answered`).
     """
 
     def __post_init__(self) -> None:
