@@ -33,6 +33,8 @@ IN_FLIGHT: Final = 4
 KEYS: Final = (512, 1024, 2048, 2048)
 """Of one query and 8 heads of 64, in float32."""
 MAX_MIB: Final = 128
+"""What the server admits."""
+TRANSPORTS: Final[tuple[Transport, ...]] = ("stream", "unary")
 
 
 class Load:
@@ -106,9 +108,6 @@ def run(minutes: float) -> list[Figure]:
     return figures
 
 
-TRANSPORTS: Final[tuple[Transport, ...]] = ("stream", "unary")
-
-
 def _measure(victim: Victim, load: Load, seconds: float) -> list[Figure]:
     process = psutil.Process(victim.process.pid)
     load.rate(FEW, seconds / 4)  # until it knows its rate
@@ -124,9 +123,7 @@ def _measure(victim: Victim, load: Load, seconds: float) -> list[Figure]:
         Figure(f"answers with {FEW * IN_FLIGHT} calls in flight", rate, "/s"),
         Figure(f"answers with {MANY * IN_FLIGHT}", many / rate, "of those", at_least=0.9),
         Figure("refused attempts", refused / seconds, "/s"),
-        Figure(
-            "calls told that there is no room", load.outcomes["refused"] / load.outcomes.total(), "of all", at_most=0.01
-        ),
+        Figure("calls told that there is no room", load.refused, "of all", at_most=0.01),
         exactly("calls that failed otherwise", load.failed, 0),
         exactly("wrong answers", load.outcomes["wrong"], 0),
         Figure("memory above that of the idle server", (max(watch.bytes) - before) / 2**20, "MiB", at_most=3 * MAX_MIB),

@@ -3,10 +3,10 @@
 In: refusals, answers, how many calls are unanswered. Out: how many more may be sent, and whether a call can be answered
 in its time at all. Until a server refuses a call there is no bound. A refusal sets it to the number of calls that the
 server did take; each answer while others wait raises it a little, so that more room is found, at the price of a few
-refusals, and the less, the more often in a row these refuse what was sent beyond it. (TCP's congestion window, with
-slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no answer comes, one more call is sent when
-the server should have room, and later each time it has none: what it has may take long. If it has none of the stream's
-calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
+refusals: by half as much each time that what was sent beyond it has been refused, until it is not. (TCP's congestion
+window, with slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no answer comes, one more call
+is sent when the server should have room, and later each time it has none: what it has may take long. If it has none of
+the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
 """
 
 from __future__ import annotations
