@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from attnserve_server.exit_statuses import CANNOT_START, WRONG_SETTING
 
 
@@ -9,6 +11,13 @@ class StartError(Exception):
     """The server cannot start. The message is one line for whoever started it."""
 
     exit_status = CANNOT_START
+
+
+def require(*modules: str) -> None:
+    """Raises StartError if any of these modules, all of which come with the server, is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise StartError(f"{module} is not installed: pip install 'attnserve[server]'")
 
 
 class UsageError(StartError):

@@ -12,12 +12,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.observability import logs
 from attnserve_server.settings import command_line
-from attnserve_server.start_errors import StartError
+from attnserve_server.start_errors import StartError, require
 from attnserve_server.startup import Startup, surroundings
 
 logger = logging.getLogger(__name__)
@@ -49,9 +48,7 @@ def start(arguments: Sequence[str]) -> int:
         logs.configure(config.log_level, config.log_format)
         for name, meant in command_line.misspelled(os.environ):
             logger.warning("%s is no setting: %s is", name, meant)
-        for module in ("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors"):
-            if find_spec(module) is None:
-                raise StartError(f"{module} is not installed: pip install 'attnserve[server]'")
+        require("torch", "prometheus_client", "grpc_health", "grpc_reflection", "safetensors")
         import prometheus_client
 
         # Creation times of counters are redundant: the process collector reports when all of them were made.

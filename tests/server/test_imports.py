@@ -28,9 +28,10 @@ def test_what_serves_nothing_needs_nothing_that_serving_does(argv: tuple[str, ..
     assert run_without_the_extra(*argv).returncode == 0
 
 
-def test_what_is_not_installed_is_one_line() -> None:
-    done = run_without_the_extra()
-    line = "attnserve-server: torch is not installed: pip install 'attnserve[server]'\n"
+@pytest.mark.parametrize(("argv", "missing"), [((), "torch"), (("layers", "check", "layers.toml"), "safetensors")])
+def test_what_is_not_installed_is_one_line(argv: tuple[str, ...], missing: str) -> None:
+    done = run_without_the_extra(*argv)
+    line = f"attnserve-server: {missing} is not installed: pip install 'attnserve[server]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 

@@ -20,12 +20,18 @@ from attnserve_server.layers.definitions import Examination, examine
 from attnserve_server.layers.errors import LayerError
 from attnserve_server.layers.outline import outline
 from attnserve_server.layers.specification import LayerSpecification
+from attnserve_server.start_errors import StartError, require
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `attnserve-server layers` with its command-line arguments; returns the exit status."""
     arguments = _parser().parse_args(argv)
     definitions: Path = arguments.definitions
+    try:
+        require("safetensors")
+    except StartError as error:
+        print(f"attnserve-server: {error}", file=sys.stderr)
+        return error.exit_status
     try:
         examination = examine(definitions, arguments.model_directory or definitions.parent)
     except LayerError as error:

@@ -24,11 +24,10 @@ from attnserve_server.layers.architecture import (
 from attnserve_server.layers.checkpoint import FLOATS, Checkpoint, defects_of, open_checkpoint, read_json
 from attnserve_server.layers.document import Definition, read_document
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, NoSuchLayerError, Report, bracketed
-from attnserve_server.layers.header import TensorInfo
 from attnserve_server.layers.keys import belongs
 from attnserve_server.layers.presets import PRESETS, Preset
 from attnserve_server.layers.pretrained_config import options_of
-from attnserve_server.layers.sources import Reference, numbered, shape_of
+from attnserve_server.layers.sources import Reference, TensorInfo, numbered, shape_of
 from attnserve_server.layers.specification import Dtype, LayerKind, LayerSpecification, ParameterSource
 
 MAX_BLOCKS: Final = 10_000

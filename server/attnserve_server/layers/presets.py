@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from attnserve_server.layers.header import TensorInfo
 from attnserve_server.layers.pretrained_config import Family
-from attnserve_server.layers.sources import Reference, numbered
+from attnserve_server.layers.sources import Reference, TensorInfo, numbered
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from attnserve_server.layers.header import TensorInfo
 from attnserve_server.layers.specification import ParameterSource
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's dtype (`float32`, `float16`, `bfloat16`, `float64`; others as safetensors writes them) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
