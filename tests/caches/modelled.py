@@ -87,6 +87,11 @@ class World:
             held.update(c.copied for _, c in changes if isinstance(c, Grow) and c.copied is not None)
         return held
 
+    def shared_bytes(self, model: Model) -> int:
+        """The bytes of a cache's pages that others hold too."""
+        held = self.holders()
+        return sum(held[page] > 1 for layer in range(LAYERS) for page in model.cache.pages(layer)) * PAGE_BYTES
+
     def waiting(self, model: Model) -> list[Operation]:
         return [operation for operation in model.waiting if operation.state == "waiting"]
 

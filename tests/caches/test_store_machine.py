@@ -336,7 +336,8 @@ class StoreMachine(World, RuleBasedStateMachine):
     def every_page_is_accounted_for(self) -> None:
         held = self.holders()
         allocator = self.store._allocator
-        assert [held[page] for page in range(PAGES)] == allocator._holders.tolist()
+        assert {page for page in range(PAGES) if allocator._holders[page]} == set(held)
+        assert all(model.cache.shared_bytes == self.shared_bytes(model) for model in self.models)
         assert {page for extent in extents_of(allocator._extents) for page in extent} == set(range(PAGES)) - set(held)
         assert self.store.free_pages + self.store.used_bytes // PAGE_BYTES == PAGES
         promised = sum(layer.promised for model in self.models for layer in model.cache.layers)

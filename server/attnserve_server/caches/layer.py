@@ -1,7 +1,8 @@
 """One layer of a cache: how many tokens it has and which pages they are in. No memory is touched here.
 
 A layer with n tokens has ceil(n / P) pages, all full but the last: its layout depends on n alone, not on how the tokens
-arrived, so that answers do not either. Layers of forks hold the same pages. An append to a shared last page continues
+arrived, so that answers do not either. A fork takes the same time however many pages there are: it has the same list
+of them until it changes, or the other does, and only then a list of its own. An append to a shared last page continues
 in a copy of it; full pages are never written again.
 """
 
@@ -53,12 +54,23 @@ class PageTable:
         """Cached here by the pool."""
 
 
+class _PageList:
+    """Pages in the order of their tokens. To the allocator it is one holder of each, however many layers have it."""
+
+    __slots__ = ("layers", "numbers", "table")
+
+    def __init__(self, numbers: array[int]) -> None:
+        self.numbers = numbers
+        self.layers = 1
+        """How many layers have it. What more than one has does not change."""
+        self.table: PageTable | None = None
+
+
 class CacheLayer:
     """The tokens and pages of one layer."""
 
     __slots__ = (
-        "_allocator", "_line", "_others", "_pages", "_table", "_to_append", "_tokens_per_page", "appends", "length",
-        "promised",
+        "_allocator", "_line", "_list", "_others", "_to_append", "_tokens_per_page", "appends", "length", "promised",
     )  # fmt: skip
 
     def __init__(self, allocator: PageAllocator, tokens_per_page: int) -> None:
@@ -66,8 +78,7 @@ class CacheLayer:
         self._allocator = allocator
         self._tokens_per_page = tokens_per_page
         # C's int, the allocator's int32: NumPy reads it in place.
-        self._pages = array("i")
-        self._table: PageTable | None = None
+        self._list = _PageList(array("i"))
         self.length = 0
         self.appends = b""
         """The last appends that have ids and are all still there, packed: bytes are small, and easily put back."""
@@ -80,30 +91,30 @@ class CacheLayer:
 
     def __len__(self) -> int:
         """How many pages it has."""
-        return len(self._pages)
+        return len(self._list.numbers)
 
     @property
     def pages(self) -> array[int]:
         """Its pages, in the order of its tokens: a copy, the caller's to keep."""
-        return self._pages[:]
+        return self._list.numbers[:]
 
     @property
     def table(self) -> PageTable:
         """The same as a table, which is reused until they change."""
-        if self._table is None:
-            self._table = PageTable(self._pages[:])
-        return self._table
+        if self._list.table is None:
+            self._list.table = PageTable(self._list.numbers[:])
+        return self._list.table
 
     @property
     def shared(self) -> int:
         """How many of its pages others hold too; they are the first ones."""
-        return self._allocator.shared(self._pages)
+        return shared_pages([self])
 
     def pages_for(self, tokens: int) -> int:
         """How many free pages an append of so many tokens takes now."""
         if not tokens:
             return 0
-        return self.pages_of(self.length + tokens) - len(self._pages) + self._tail_is_shared()
+        return self.pages_of(self.length + tokens) - len(self) + self._tail_is_shared()
 
     def wait(self, change: Change, first: bool = False) -> None:
         """Queues a change, behind all others or before them."""
@@ -158,22 +169,24 @@ class CacheLayer:
         if not tokens:
             return Placement([], []), None
         per_page, start, end = self._tokens_per_page, self.length, self.length + tokens
-        copied = self._pages.pop() if self._tail_is_shared() else None
-        behind = self._pages[-1] if self._pages else None
-        pages = self._allocator.allocate(self.pages_of(end) - len(self._pages), behind)
-        self.promised -= len(pages)
-        if pages:  # a copied page, too, is replaced by one of these
-            self._table = None
-            self._pages.extend(pages)
+        numbers, copied = self._list.numbers, None
+        if self.pages_for(tokens):
+            numbers = self._to_change()
+            if self._tail_is_shared():
+                copied = numbers.pop()
+            behind = numbers[-1] if numbers else None
+            pages = self._allocator.allocate(self.pages_of(end) - len(numbers), behind)
+            self.promised -= len(pages)
+            numbers.extend(pages)
         self.length = end
         if append_id:
             self.appends = self.appends[-(MOST_APPENDS - 1) * _APPEND.size :] + _APPEND.pack(append_id, end)
         first = start // per_page
         writes = []
-        for index in range(first, len(self._pages)):
+        for index in range(first, len(numbers)):
             slot = max(start - index * per_page, 0)
-            writes.append(Write(self._pages[index], slot, min(end - index * per_page, per_page) - slot))
-        return Placement([] if copied is None else [(copied, self._pages[first])], writes), copied
+            writes.append(Write(numbers[index], slot, min(end - index * per_page, per_page) - slot))
+        return Placement([] if copied is None else [(copied, numbers[first])], writes), copied
 
     def has_append(self, append_id: int) -> bool:
         """Whether one of the last appends has this id, and all its tokens are still there."""
@@ -186,16 +199,17 @@ class CacheLayer:
         self.truncate(length)
         self.appends = appends
         if copied is not None:
-            self._allocator.release(self._pages[-1:])
-            self._pages[-1] = copied
-            self._table = None
+            numbers = self._to_change()
+            self._allocator.release(numbers[-1:])
+            numbers[-1] = copied
 
     def truncate(self, length: int) -> None:
         """Drops everything behind the first `length` tokens, and releases the pages; it must have that many."""
-        dropped = self._pages[self.pages_of(length) :]
-        if dropped:
-            self._table = None
-            del self._pages[self.pages_of(length) :]
+        pages = self.pages_of(length)
+        if pages < len(self):
+            numbers = self._to_change()
+            dropped = numbers[pages:]
+            del numbers[pages:]
             self._allocator.release(dropped)
         self.length = length
         kept = [_APPEND.pack(known, end) for known, end in _APPEND.iter_unpack(self.appends) if end <= length]
@@ -204,17 +218,33 @@ class CacheLayer:
     def fork(self) -> CacheLayer:
         """Another layer with the same tokens in the same pages."""
         layer = CacheLayer(self._allocator, self._tokens_per_page)
-        layer._pages, layer._table = self._pages[:], self._table
-        layer.length = self.length
-        self._allocator.share(layer._pages)
+        layer._list, layer.length = self._list, self.length
+        self._list.layers += 1
+        self._allocator.hold_again(len(self))
         return layer
 
     def pages_of(self, tokens: int) -> int:
         """How many pages so many tokens fill, in a layer that has no others."""
         return -(-tokens // self._tokens_per_page)
 
+    def _to_change(self) -> array[int]:
+        """Its pages, which are about to change: in a list of its own from now on, if other layers have the same."""
+        if self._list.layers > 1:
+            self._leave()
+            self._list = _PageList(self.pages)
+            self._allocator.share(self._list.numbers)
+        self._list.table = None
+        return self._list.numbers
+
+    def _leave(self) -> None:
+        """Leaves its list of pages to the other layers that have it."""
+        self._list.layers -= 1
+        self._allocator.hold_again(-len(self))
+
     def _tail_is_shared(self) -> bool:
-        return self.length % self._tokens_per_page != 0 and self._allocator.is_shared(self._pages[-1])
+        if not self.length % self._tokens_per_page:
+            return False
+        return self._list.layers > 1 or self._allocator.is_shared(self._list.numbers[-1])
 
 
 def pages_in(layers: Iterable[CacheLayer]) -> int:
@@ -228,8 +258,11 @@ def clear(layers: Sequence[CacheLayer]) -> None:
     """
     pages = array("i")
     for layer in layers:
-        pages += layer._pages
-        layer._pages, layer._table = array("i"), None
+        if layer._list.layers > 1:
+            layer._leave()
+        else:
+            pages += layer._list.numbers
+        layer._list = _PageList(array("i"))
         layer.length, layer.appends = 0, b""
     layers[0]._allocator.release(pages)
 
@@ -238,7 +271,10 @@ def shared_pages(layers: Sequence[CacheLayer]) -> int:
     """How many of the pages of a cache's layers others hold too. They are counted together: one layer after the other
     takes twenty times as long or more.
     """
-    pages = array("i")
+    pages, shared = array("i"), 0
     for layer in layers:
-        pages += layer._pages
-    return layers[0]._allocator.shared(pages)
+        if layer._list.layers > 1:
+            shared += len(layer)
+        else:
+            pages += layer._list.numbers
+    return shared + layers[0]._allocator.shared(pages)

@@ -1,7 +1,7 @@
 """The pages of the pool: which are free, how many are promised, and the refcounts of the others. No memory here.
 
-A page that several caches share counts its holders, and is freed when the last one releases it. Pages are taken only
-out of those promised before, so that every promise can be kept, whatever others do in between.
+A page counts the lists of pages that hold it (`layer.py`), and is freed when the last one releases it. Pages are taken
+only out of those promised before, so that every promise can be kept, whatever others do in between.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ class PageAllocator:
         """Adds a holder to each of these pages, all different."""
         self._holders[np.asarray(pages)] += 1
         self._held += len(pages)
+
+    def hold_again(self, pages: int) -> None:
+        """Notes that one layer more has what already holds so many pages or, below 0, one fewer."""
+        self._held += pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Removes a holder from each of these pages, all different, and frees those that have none left."""
