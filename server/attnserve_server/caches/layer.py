@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from math import inf
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -59,11 +60,15 @@ class _PageList:
 
     __slots__ = ("layers", "numbers", "table")
 
-    def __init__(self, numbers: array[int]) -> None:
+    def __init__(self, numbers: array[int], layers: float = 1) -> None:
         self.numbers = numbers
-        self.layers = 1
+        self.layers = layers
         """How many layers have it. What more than one has does not change."""
         self.table: PageTable | None = None
+
+
+_NO_PAGES: Final = _PageList(array("i"), inf)
+"""The list of all layers that have none: these take little memory."""
 
 
 class CacheLayer:
@@ -77,8 +82,7 @@ class CacheLayer:
         """An empty layer."""
         self._allocator = allocator
         self._tokens_per_page = tokens_per_page
-        # C's int, the allocator's int32: NumPy reads it in place.
-        self._list = _PageList(array("i"))
+        self._list = _NO_PAGES  # of C's int, the allocator's int32: NumPy reads it in place
         self.length = 0
         self.appends = b""
         """The last appends that have ids and are all still there, packed: bytes are small, and easily put back."""
@@ -262,7 +266,7 @@ def clear(layers: Sequence[CacheLayer]) -> None:
             layer._leave()
         else:
             pages += layer._list.numbers
-        layer._list = _PageList(array("i"))
+        layer._list = _NO_PAGES
         layer.length, layer.appends = 0, b""
     layers[0]._allocator.release(pages)
 
