@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attnserve import Client
+from attnserve import Client, UnavailableError
 from attnserve._commands import cli
 
 
@@ -108,6 +108,28 @@ def test_the_command_says_what_went_wrong(address: str, flags: list[str], capsys
     assert not captured.err.startswith(f"attnserve: {address}: {address}")
     assert "; if it " not in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "tried", "hint"),
+    [
+        ("localhost:8001", "ipv6:%5B::1%5D:8001", "; 127.0.0.1:8001 may say more"),
+        ("localhost:8001", "ipv4:127.0.0.1:8001", ""),
+        ("[::1]:8001", "ipv6:%5B::1%5D:8001", ""),
+    ],
+)
+def test_the_command_says_that_localhost_has_another_address(
+    address: str, tried: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Why one of them failed is all that gRPC says, and which one that is differs."""
+    said = f"last error: UNKNOWN: {tried}: Failed to connect to remote host: Connection refused (attempt 4)"
+
+    def fail(self: Client, timeout: float) -> None:
+        raise UnavailableError(said)
+
+    monkeypatch.setattr(Client, "server_info", fail)
+    assert cli.main(["info", address]) == 1
+    assert capsys.readouterr().err == f"attnserve: {address}: {said}{hint}\n"
 
 
 @pytest.mark.parametrize("command", ["info", "health"])

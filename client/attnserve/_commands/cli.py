@@ -53,6 +53,8 @@ _NO_CONNECTION: Final = (
     "tcp handshaker shutdown",
 )
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
+_IPV6: Final = " ipv6:"
+"""What they have before an address of that kind."""
 _HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
 """What they say where the answer is HTTP/1: again only they do."""
 _NO_HTTP_2: Final = "missing selected ALPN property"
@@ -121,8 +123,10 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     """
     if isinstance(error, PermissionDeniedError) and error.code is StatusCode.UNAUTHENTICATED:
         return "; --token-file shows a token" if token_of(parsed, os.environ) is None else ""
-    if not isinstance(error, UnavailableError) or not _was_reached(error):
+    if not isinstance(error, UnavailableError):
         return ""
+    if not _was_reached(error):
+        return _elsewhere(parsed, str(error))
     said = str(error)
     if any(each in said for each in _HTTP_1):
         return "; that is an HTTP port: gRPC is on another, by default 8001"
@@ -138,6 +142,14 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     if NOT_TLS in said:
         return f"; it speaks no TLS: leave out {tls_named(parsed, os.environ)}"
     return "; if it wants a certificate: --certificate and --key" if tls.certificate is None else ""
+
+
+def _elsewhere(parsed: argparse.Namespace, said: str) -> str:
+    """Where else a server on this machine may be. Of a name with several addresses, gRPC says of one alone why it
+    failed: of `localhost`, often that nobody is at ::1, and not what the server at 127.0.0.1 wants.
+    """
+    name, _, port = parsed.address.rpartition(":")
+    return f"; 127.0.0.1:{port} may say more" if name.lower() == "localhost" and _IPV6 in said else ""
 
 
 def _was_reached(error: UnavailableError) -> bool:
