@@ -119,8 +119,8 @@ class Client:
           for `causal`, `window` and `alibi_slopes`. Default: as `causal` says; without it 0, or with `caches` as for
           ``"bottom_right"``.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
-        - `mask`: bool or 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the right, as
-          in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
+        - `mask`: bool, or integers 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the
+          right, as in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
         - `bias`: floating, added to the scores, broadcast like `mask`. -inf gives a key the weight 0, but does not
           exclude it: a NaN in its value still reaches the output.
         - `alibi_slopes`: ``[Hq]``: ``-slope * |offset + i - j|`` is added to the scores.
@@ -212,7 +212,7 @@ class Client:
         - `context`: what the input attends to, for cross-attention: ``[B, S, d_context]``, ``[S, d_context]`` or packed
           ``[total, d_context]``, padded or packed as the input is, of its dtype. Default: the input itself.
         - `context_lengths`: ``[B]``, like `lengths`, for the context.
-        - `mask`: bool or 0 and 1, true where a position attends another, broadcast to ``[B, Hq, L, S]``.
+        - `mask`: bool, or integers 0 and 1, true where a position attends another, broadcast to ``[B, Hq, L, S]``.
         - `bias`: floating, added to the scores, broadcast like `mask`.
         - `causal`: input i attends position j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
           ``"bottom_right"``: it is the length of each sequence's context minus its own. Default None: as the layer is
