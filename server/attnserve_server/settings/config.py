@@ -175,8 +175,8 @@ class Config:
     max_wait: float = _setting(
         kinds.DURATION,
         0.0,
-        "How long an idle device waits for more requests before it runs a batch, in whole milliseconds. 0 is nearly "
-        "always best: batches form while the device is busy.",
+        "How long an idle device waits for more requests before it runs a batch, rounded up to whole milliseconds. 0 "
+        "is nearly always best: batches form while the device is busy.",
     )
     inline_flops: int = _setting(
         kinds.flops(0),
