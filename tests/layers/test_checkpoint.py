@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from attnserve_server.layers.checkpoint import load, open_checkpoint, read_json, resolve
+from attnserve_server.layers.checkpoint import load, open_checkpoint, read_json, resolve, resolve_file
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.specification import Dtype, LayerSpecification, LearnedScore, ParameterSource
 
@@ -199,6 +199,8 @@ def test_what_is_no_file(models: Path) -> None:
     os.mkfifo(models / "pipe.safetensors")
     with pytest.raises(LayerError, match="expected a file, found something else"):
         open_checkpoint(models, "pipe.safetensors")
+    with pytest.raises(LayerError, match="inner: expected a file, found a directory"):
+        resolve_file(models, "inner")
 
 
 def test_shards(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def resolve_file(directory: Path, file: str, layer: str = "") -> Path:
     """Like `resolve`, for what must be a plain file (no directory, device or pipe)."""
     path = resolve(directory, file, layer)
     if not path.is_file():
-        raise LayerError([Defect(layer, "", file, "a file", "something else")])
+        found = "a directory" if path.is_dir() else "something else"
+        raise LayerError([Defect(layer, "", file, "a file", found)])
     return path
 
 
