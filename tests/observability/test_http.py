@@ -153,6 +153,7 @@ async def test_a_body_does_not_cost_the_answer(served: Served) -> None:
         (b"\r\n\r\n", 400),
         (b"GET /metrics\r\n\r\n", 400),
         (b"GET /metrics SPDY/3\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00", 400),
         (b"\xff\xfe \x00 HTTP/1.1\r\n\r\n", 404),
         (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 40_000 + b"\r\n\r\n", 431),
         (b"x" * 40_000, 431),

@@ -29,6 +29,10 @@ from attnserve_server.observability.refusals import Refusals, request_id
 from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
 
+_NO_REQUEST: Final = (b"\x16", b"\r")
+"""First bytes of what is answered at once: a TLS handshake, whose peer waits for an answer and sends nothing that would
+end a header, and an empty line.
+"""
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _PATIENCE_S: Final = 5.0
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -138,7 +142,8 @@ class HttpServer:
         method = "GET"
         try:
             async with asyncio.timeout(self._patience_s):
-                head = await reader.readuntil(b"\r\n\r\n")
+                first = await reader.readexactly(1)
+                head = first if first in _NO_REQUEST else first + await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
             return  # nothing came, or not a whole header: a TCP probe, for one
         except asyncio.LimitOverrunError:
