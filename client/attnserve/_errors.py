@@ -84,6 +84,7 @@ class InvalidRequestError(AttnServeError, ValueError):
     """
 
     default_code = grpc.StatusCode.INVALID_ARGUMENT
+    _is_of_message = False
     _is_of_reply = False
 
     def __init__(
@@ -286,20 +287,22 @@ def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None
         return InvalidRequestError(f"the call's metadata, such as the token, are too long: {message}", code=code)
     if "larger than max" not in message:
         return None
+    limit = None
     if "CLIENT: Received" in message:  # "Stream removed (CLIENT: ...)" in some versions
-        error = InvalidRequestError(
-            f"the reply is longer than this client takes (grpc.max_receive_message_length): {message}", code=code
-        )
-        error._is_of_reply = True
-        return error
-    if "CLIENT: Sent" in message:
-        return InvalidRequestError(
-            f"the message is longer than this client sends (grpc.max_send_message_length): {message}", code=code
-        )
-    limit = "max_message_bytes"
-    return InvalidRequestError(
-        f"a message is longer than the server takes ({limit}): {message}", limit=limit, code=code
-    )
+        why = "the reply is longer than this client takes (grpc.max_receive_message_length)"
+    elif "CLIENT: Sent" in message:
+        why = "the message is longer than this client sends (grpc.max_send_message_length)"
+    else:
+        limit = "max_message_bytes"
+        why = f"a message is longer than the server takes ({limit})"
+    error = InvalidRequestError(f"{why}: {message}", limit=limit, code=code)
+    error._is_of_message, error._is_of_reply = True, "CLIENT: Received" in message
+    return error
+
+
+def is_of_message(error: AttnServeError) -> bool:
+    """Whether an error is that of a message that is too long, which may be a reply."""
+    return isinstance(error, InvalidRequestError) and error._is_of_message
 
 
 def is_of_reply(error: AttnServeError) -> bool:

@@ -149,6 +149,26 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert not multiplexer.wants_stream
 
 
+def test_metadata_that_are_too_long_fail_all_calls_at_once(multiplexer: Multiplexer[Any]) -> None:
+    """Each stream has them: no call is at fault, and messages need not be shorter."""
+    for owner in "abc":
+        multiplexer.add(call(owner), 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    multiplexer.add(call("d"), 0.0)
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "received metadata size exceeds hard limit (value length 20007 vs. 16384)"
+    outcomes = multiplexer.broken(stream, too_long, 0.0)
+    assert [c.owner for c, _ in outcomes] == ["a", "b", "c", "d"]
+    assert all(isinstance(error, InvalidRequestError) for _, error in outcomes)
+    assert not multiplexer.wants_stream
+    for owner in "ef":
+        multiplexer.add(call(owner), 0.0)
+    sent = message(multiplexer, multiplexer.opened(0.0))
+    assert sent is not None
+    assert len(sent.calls) == 2, "together, as before"
+
+
 def test_replies_that_are_too_long_fail_only_their_calls(multiplexer: Multiplexer[Any]) -> None:
     """Which reply it was gRPC does not say. Calls with long requests are not suspected for that."""
     long_replies = {"b", "e", "f"}

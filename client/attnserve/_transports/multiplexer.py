@@ -27,9 +27,9 @@ from google.rpc.status_pb2 import Status
 from attnserve._errors import (
     AttnServeError,
     ClientClosedError,
-    InvalidRequestError,
     ProtocolError,
     error_from_status,
+    is_of_message,
     no_reply,
     no_room,
 )
@@ -59,7 +59,6 @@ LOOK_S: Final = 0.1
 """
 
 _UNAVAILABLE: Final[int] = grpc.StatusCode.UNAVAILABLE.value[0]
-_RESOURCE_EXHAUSTED: Final[int] = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 class Multiplexer(Generic[T]):
@@ -288,7 +287,7 @@ class Multiplexer(Generic[T]):
         for call in affected:
             call.resent = True
         error = error_from_status(status)
-        if status.code == _RESOURCE_EXHAUSTED and isinstance(error, InvalidRequestError) and affected:
+        if affected and is_of_message(error):
             outcomes = self._too_long(affected, error)
         else:
             outcomes = self._interrupted(stream, affected, status, error, now)
