@@ -114,6 +114,16 @@ async def test_a_layout_that_has_come_twice_is_answered_at_once(device: CpuDevic
     assert (path.bench.admission.requests, path.bench.admission.bytes) == (0, 0)
 
 
+async def test_of_what_is_answered_the_reply_alone_counts_until_it_has_been_sent(device: CpuDevice) -> None:
+    path, request = Path(device), messages.random_attend(1, 1, kv_length=1000)
+    path.learn(request)
+    answered = path.answer(message_of(request, request))
+    assert answered is not None
+    assert answered.size == path.bench.admission.bytes == 2 * len(answered.message)
+    assert path.replies(answered)
+    assert (path.bench.admission.requests, path.bench.admission.bytes) == (0, 0)
+
+
 async def test_it_has_the_bits_of_the_other_way_and_is_counted_like_it(device: CpuDevice) -> None:
     requests = [messages.random_attend(seed, 6, return_lse=True) for seed in range(3)]
     other, path = Bench(device), Path(device)

@@ -135,6 +135,7 @@ class FastPath:
         finally:
             if turn is not None:
                 turn.end(failed=answer is None)
+        size = min(size, 2 * len(answer))  # as `Engine.answered` leaves of any entry
         engine.computed_inline(caller.share, size, requests, compute_ns * 1e-9)
         encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
         self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
