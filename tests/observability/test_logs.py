@@ -114,6 +114,22 @@ def test_what_grpc_has_ended_itself_is_no_fault(level: str, lines: int) -> None:
 
 
 @pytest.mark.usefixtures("root_logger")
+def test_an_error_of_the_servers_own_in_text_keeps_its_traceback() -> None:
+    """Unlike metadata that are no text, of which gRPC logs the same error with another message."""
+    out = io.StringIO()
+    logs.configure("info", "text", out)
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    for message in ("Invalid encoding on %s", "Unexpected [%s] raised by servicer method"):
+        try:
+            b"\xff".decode()
+        except UnicodeDecodeError:
+            of_grpc.exception(message, "it")
+    assert "raised by servicer" in written(out)
+    assert "Invalid encoding" not in written(out)
+    assert written(out).count("Traceback") == 1
+
+
+@pytest.mark.usefixtures("root_logger")
 def test_what_goes_wrong_again_and_again_is_written_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Throttled by place in the code, from warnings up; lower levels are always written."""
     now, out = [0.0], io.StringIO()

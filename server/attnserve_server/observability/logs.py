@@ -33,12 +33,6 @@ BURST: Final = 20.0
 
 logger = logging.getLogger(__name__)
 
-_SOFTER: Final = {
-    "ExecuteBatchError": (logging.INFO, "gRPC has ended an RPC: its caller has gone, or its message is too large"),
-    "UnicodeDecodeError": (logging.DEBUG, "the metadata of an RPC are not UTF-8"),
-}
-"""What becomes of lines of gRPC's with these errors."""
-
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -142,9 +136,14 @@ def soften(record: logging.LogRecord) -> bool:
     could be ended (gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it),
     and that what a caller sends as text is none.
     """
+    if record.name != "grpc._cython.cygrpc":
+        return True
     error = record.exc_info[1] if record.exc_info else None
-    softer = _SOFTER.get(type(error).__name__) if record.name == "grpc._cython.cygrpc" else None
-    if softer is None:
+    if type(error).__name__ == "ExecuteBatchError":
+        softer = logging.INFO, "gRPC has ended an RPC: its caller has gone, or its message is too large"
+    elif record.msg == "Invalid encoding on %s":
+        softer = logging.DEBUG, "the metadata of an RPC are not UTF-8"
+    else:
         return True
     record.levelno, record.msg = softer
     record.levelname, record.args, record.exc_info = logging.getLevelName(record.levelno), (), None
