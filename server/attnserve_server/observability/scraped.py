@@ -68,9 +68,15 @@ def load(
     return [
         _gauge("attnserve_queue_requests", "Requests that wait to be run.", queue_requests),
         _gauge("attnserve_queue_bytes", "Bytes of the requests that wait.", queue_bytes),
-        _gauge("attnserve_in_flight_requests", "Requests admitted and not yet answered.", in_flight_requests),
         _gauge(
-            "attnserve_in_flight_bytes", "Bytes of requests and replies admitted and not yet answered.", in_flight_bytes
+            "attnserve_in_flight_requests",
+            "Requests admitted whose replies have not been sent yet.",
+            in_flight_requests,
+        ),
+        _gauge(
+            "attnserve_in_flight_bytes",
+            "Bytes of requests admitted and not yet answered, with their replies, and of replies not yet sent, twice.",
+            in_flight_bytes,
         ),
         _gauge(
             "attnserve_in_flight_flops", "Floating-point operations admitted and not yet computed.", in_flight_flops
@@ -197,7 +203,7 @@ class Callers:
                 family.add_metric([caller], count)
         in_flight = self._sizes(
             "in_flight_bytes",
-            "Bytes of a caller's requests and replies admitted and not yet answered, or not yet read.",
+            "Bytes of a caller's requests and replies: its part of attnserve_in_flight_bytes.",
             self.in_flight_bytes(),
         )
         cached = self._sizes(
