@@ -74,3 +74,29 @@ def test_wherever_it_comes_as_another_look_is_asked_for_others_can_ask() -> None
     while look_again_interrupted_at(place):
         place += 1
     assert place > 3
+
+
+def close_interrupted_at(place: int) -> bool:
+    """The same as they are given up, while another thread waits for them."""
+    known = threading.Event()
+
+    def look_up() -> list[str]:
+        assert known.wait(PATIENCE_S)
+        raise OSError("out of reach")
+
+    client = Client(look_up)
+    servers = client._calls.servers
+    servers.resolving()
+    is_there = interrupted_at(place, servers.close)
+    known.set()  # the look-up is about to wait for its next attempt, unless it is over
+    assert ends(servers.close), f"interrupted in place {place}"
+    assert ends(lambda: servers._ended.wait(0)), f"interrupted in place {place}"
+    client.close()
+    return is_there
+
+
+def test_wherever_it_comes_as_a_client_is_closed_its_look_up_ends() -> None:
+    place = 0
+    while close_interrupted_at(place):
+        place += 1
+    assert place > 3
