@@ -104,6 +104,32 @@ def test_a_server_that_stays_full_refuses_less_and_less_until_it_has_more_room(s
     assert refused(8, range(480, 680)) < 10
 
 
+def share_of_growth(window: Window) -> float:
+    """By how many calls a round of answers raises a window's bound."""
+    before = window.room(0)
+    window.answered(1, 1, 0.0, taken=True)
+    return (window.room(0) - before) * before
+
+
+def test_a_bound_grows_half_as_fast_after_each_refusal_of_what_was_beyond_it() -> None:
+    window = Window(3)
+    found = []
+    for _ in range(5):
+        for _ in range(3):  # of the calls in one message, which is one refusal
+            window.refused(refusal(0.1), 4, 0.1, 0.0)
+        found.append(share_of_growth(window))
+    assert found == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8, 1 / 8])
+
+
+def test_a_bound_grows_fast_again_where_the_server_has_taken_more() -> None:
+    window = Window(3)
+    found = []
+    for unanswered in (4, 4, 6, 8, 8, 4):
+        window.refused(refusal(0.1), unanswered, 0.1, 0.0)
+        found.append(share_of_growth(window))
+    assert found == pytest.approx([1, 1 / 2, 1, 1, 1 / 2, 1 / 4])
+
+
 def test_a_call_that_cannot_be_answered_in_its_time_is_told_at_once(stream: Stream) -> None:
     """By the speed at which calls are answered, and with half of its time for the server."""
     stream.add(*(f"held {n}" for n in range(200)), now=0.1)
