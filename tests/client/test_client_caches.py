@@ -230,7 +230,9 @@ def test_no_caches_are_deleted_without_asking(client: Any, keeper: Keeper) -> No
 def test_a_cache_of_another_client(address: str) -> None:
     with Client(address) as one, Client(address) as other:
         cache = one.create_cache(H, D)
-        with pytest.raises(InvalidRequestError, match="of this client"):
+        with pytest.raises(
+            InvalidRequestError, match=r"of this client, found one of another client, .* open_cache opens it"
+        ):
             other.attend(QUERY, caches=[cache])
         with pytest.raises(InvalidRequestError, match=r"^cache_layer: expected caches"):
             other.attend(QUERY, QUERY, QUERY, cache_layer=1)

@@ -279,8 +279,11 @@ def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
     for handle in handles:
         if not isinstance(handle, Handle) or handle._state.turns is not turns:
-            # A cache's name is for whoever may use it, and is not shown.
-            found = "a string; open_cache makes a cache of its name" if isinstance(handle, str) else repr(handle)
+            found = repr(handle)
+            if isinstance(handle, str):  # a cache's name is for whoever may use it, and is not shown
+                found = "a string; open_cache makes a cache of its name"
+            elif isinstance(handle, Handle):
+                found = f"one of another client, {found}; open_cache opens it here, by its name"
             raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
     states = [handle._state for handle in handles]
     if len(homes := dict.fromkeys(state.home or "the client's own address" for state in states)) > 1:

@@ -194,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
                 action="append",
                 default=[],
                 metavar="NAME",
-                help="delete this one, and others that are named in the same way; --delete=NAME for a name that begins "
-                "with a dash",
+                help="delete this one, and others that are named in the same way; what is not there is counted, and no "
+                "error; --delete=NAME for a name that begins with a dash",
             )
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
