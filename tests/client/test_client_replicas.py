@@ -198,6 +198,7 @@ def test_what_others_would_answer_sooner_is_half_of_what_one_has_more() -> None:
     assert fleet.replicas.excess(busy, 0.0) == 44
     assert fleet.replicas.excess(fleet.at("c"), 0.0) == 0
     fleet.refuse("c", 0.0, 2.0)
+    assert fleet.replicas.excess(fleet.at("c"), 1.0) == 0, "it is full, and yet has fewer than the others"
     assert fleet.replicas.excess(busy, 1.0) == 30
     fleet.at("b").replica.failed(1.0)
     assert fleet.replicas.excess(busy, 1.0) == 0, "neither is to be preferred"
@@ -206,6 +207,8 @@ def test_what_others_would_answer_sooner_is_half_of_what_one_has_more() -> None:
     assert fleet.replicas.excess(busy, 2.5) == 0, "one may still be away, as far as is known"
     fleet.at("b").replica.worked(2.5, 2.5)
     assert fleet.replicas.excess(busy, 2.5) == 30
+    fleet.at("b").replica.asks_to_leave(2.5)
+    assert fleet.replicas.excess(busy, 2.5) == 0, "one is full, and the other prefers to get no calls"
 
 
 def test_where_all_rest_the_calls_go_on() -> None:
@@ -235,6 +238,7 @@ def test_servers_come_and_go() -> None:
     gone.in_flight = 0
     fleet.replicas.update(["b", "c"], 2.0 + 2 * FORGET_AFTER)
     assert fleet.disposed == ["a"]
+    assert not fleet.replicas._last_used, "nor is it remembered when that was used"
     assert fleet.at("a") is not gone
     assert told == []
     gone.replica.failed(0.0)
@@ -311,6 +315,14 @@ def test_the_only_server_is_connected_to_anew() -> None:
     first = fleet.at("a")
     fleet.replicas.renew(1.0)
     assert fleet.replicas.only is fleet.at("a") is not first
+
+
+def test_a_closed_client_replaces_no_connection() -> None:
+    fleet = Fleet("a", "b")
+    closed = fleet.replicas.close()
+    fleet.replicas.renew(1.0)
+    assert fleet.replicas.all() == closed
+    assert not any(connection.left for connection in closed)
 
 
 @pytest.mark.parametrize("opens", ["at", "renew"])

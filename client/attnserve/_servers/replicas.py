@@ -150,8 +150,7 @@ class Replicas(Generic[C]):
         free = [
             other.in_flight
             for other in self._rotation
-            if other is not connection
-            and not (other.replica.rests_until > now or other.replica.is_failing or _is_full(other, now))
+            if not (other.replica.rests_until > now or other.replica.is_failing or _is_full(other, now))
         ]
         return max(0, connection.in_flight - min(free)) // 2 if free else 0
 
@@ -224,11 +223,8 @@ class Replicas(Generic[C]):
         """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or it
         is the only one that does not rest. There must be one.
         """
-        rotation = self._rotation
-        if len(rotation) == 1:
-            return rotation[0]
         with self._lock:
-            chosen = min(rotation, key=lambda connection: self._preference(connection, now, avoid))
+            chosen = min(self._rotation, key=lambda connection: self._preference(connection, now, avoid))
             chosen.replica.used = next(self._calls)
         return chosen
 
