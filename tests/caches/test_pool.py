@@ -46,6 +46,19 @@ def test_a_run_starts_half_way_only_behind_a_layer_that_may_grow() -> None:
     assert taken(allocator, 2) == [7, 8]
 
 
+def test_no_room_is_left_where_no_layer_ends() -> None:
+    allocator = PageAllocator(12)
+    allocator.release(taken(allocator, 3))
+    taken(allocator, 12)
+    allocator.release(range(3, 10))
+    assert taken(allocator, 2) == [3, 4], "the layer that ended there is gone"
+    allocator.release(range(3))
+    allocator.release([3, 4])
+    assert taken(allocator, 2) == [0, 1], (
+        "the last page of the pool, where a layer ends, does not come before the first"
+    )
+
+
 def test_pages_come_from_the_longest_extents_when_none_is_long_enough() -> None:
     allocator = PageAllocator(12)
     pages = taken(allocator, 12)
