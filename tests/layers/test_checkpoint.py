@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -350,6 +351,26 @@ def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert len(told) == 5
     assert {(defect.layer, defect.file) for defect in caught.value.defects} == {("additive", FILE)}
     assert len(str(caught.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize(("start", "stop", "rows"), [(1, None, "rows 1 to the end"), (None, 2, "rows 0 to 2")])
+def test_the_rows_that_were_taken_are_told(tmp_path: Path, start: int | None, stop: int | None, rows: str) -> None:
+    save_file({"weight": torch.zeros(4, 3)}, tmp_path / FILE)
+    with pytest.raises(LayerError, match=rf"\('weight', \[4, 3\], {rows}\)"):
+        load(general(ParameterSource(tensor="weight", start=start, stop=stop), 5, 3), tmp_path, "cpu")
+
+
+def test_a_parameter_for_which_no_tensor_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(4, 3)}, tmp_path / FILE)
+    layer = replace(general(ParameterSource(tensor="weight"), 4, 3), parameters={})
+    with pytest.raises(LayerError, match=r"score.weight: expected \[4, 3\], found no tensor named for it"):
+        load(layer, tmp_path, "cpu")
+
+
+def test_a_config_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(LayerError, match="expected a JSON object, found list"):
+        read_json(tmp_path, "config.json", "layer")
 
 
 def test_elements_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
