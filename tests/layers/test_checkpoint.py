@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
+from attnserve_server.layers import checkpoint
 from attnserve_server.layers.checkpoint import load, open_checkpoint, read_json, resolve, resolve_file
 from attnserve_server.layers.errors import LayerError, NoSuchFileError
 from attnserve_server.layers.specification import Dtype, LayerSpecification, LearnedScore, ParameterSource
@@ -291,6 +292,15 @@ def test_errors_of_the_system_do_not_say_where_files_lie(tmp_path: Path, monkeyp
     assert [defect.found for defect in caught.value.defects] == ["FileNotFoundError"]
 
 
+def test_a_file_that_goes_after_its_header_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / FILE)
+    opened = open_checkpoint(tmp_path, FILE)
+    (tmp_path / FILE).unlink()
+    monkeypatch.setattr(checkpoint, "open_checkpoint", lambda *_: opened)
+    with pytest.raises(LayerError, match=r"score.weight: expected a safetensors file, found"):
+        load(general(ParameterSource(tensor="weight"), 2, 2), tmp_path, "cpu")
+
+
 def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
     """nn.Linear(units, 1) stores the weights of an additive score as [1, units]."""
     tensors = {"q": torch.randn(4, 3), "k": torch.randn(4, 5), "v": torch.randn(1, 4), "b": torch.randn(4, 1)}
@@ -385,3 +395,4 @@ def test_elements_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
 def test_what_was_saved_is_what_safetensors_loads(models: Path) -> None:
     layer = general(ParameterSource(tensor="weight"), 2, 3)
     assert torch.equal(load(layer, models, "cpu")["score.weight"], load_file(models / FILE)["weight"])
+    assert load(layer, models, "meta")["score.weight"].device.type == "meta"
