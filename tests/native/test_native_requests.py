@@ -158,6 +158,14 @@ def test_factors_that_take_scores_beyond_float32_are_for_others(device: CpuDevic
     assert not is_native(device, **{name: sign * MAX_FACTOR * 1.001})
 
 
+@pytest.mark.parametrize("wide", ["keys", "values"])
+def test_heads_that_are_too_wide_are_for_others(device: CpuDevice, wide: str) -> None:
+    for width, native in ((library.MAX_WIDTH, True), (library.MAX_WIDTH + 1, False)):
+        keys, values = (np.ones((1, 1, 2, width if name == wide else 8), np.float32) for name in ("keys", "values"))
+        kernel_calls = device.run([messages.read(messages.attend(keys, keys, values))]).kernel_calls
+        assert bool(kernel_calls[library.NAME]) == native
+
+
 def test_a_bias_of_minus_infinity_excludes_in_float64_too(device: CpuDevice) -> None:
     """What is finite stays finite in float32; what is not stays as it is."""
     asked = messages.random_attend(0, bias=np.full((3, 3), -np.inf), return_lse=True)

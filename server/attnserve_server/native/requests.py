@@ -99,8 +99,8 @@ class NativeRequests:
                     value + of_value,
                     output + of_output,
                     lse and lse + of_lse,
-                    mask and mask + of_mask,
-                    bias and bias + of_bias,
+                    mask + of_mask,  # of tensors that are not there, both are 0
+                    bias + of_bias,
                     slopes,
                     sinks,
                 )
