@@ -7,11 +7,18 @@ from typing import Any
 import messages
 import numpy as np
 import pytest
+from stepping import Stepping, device, step
 
+from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.caches.request import CachedRequest
+from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library, requests
+from attnserve_server.native import messages as native_messages
 from attnserve_server.native.layouts import MOST_RESULT_BYTES, MOST_SEQUENCES, layout_of
+from attnserve_server.native.messages import Messages
 from attnserve_server.native.requests import NativeRequests
 
+__all__ = ["device"]  # a fixture
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernel is here")
 
 
@@ -32,6 +39,32 @@ def test_a_layout_has_results_that_the_library_has_room_for() -> None:
     queries = MOST_RESULT_BYTES // (4 * 64)
     asked = {"kv_length": 1, "heads": 1, "width": 64}
     assert [has_layout(length, **asked) for length in (0, queries, queries + 1)] == [False, True, False]
+
+
+def test_references_to_caches_that_are_apart_are_not_learnt(device: CpuDevice) -> None:
+    """Protobuf lets other fields lie between them."""
+    assert device.native is not None
+    caches = Stepping(device, Messages(device.native.library, lambda effort: None))
+    request = step(caches.create(3), caches.create(4))
+    last = pb.AttendRequest(caches=request.caches[1:])
+    del request.caches[1:]
+    for message, together in (
+        (last.SerializeToString() + request.SerializeToString(), True),
+        (request.SerializeToString() + last.SerializeToString(), False),
+    ):
+        read = caches.read(message)
+        assert isinstance(read, CachedRequest)
+        layout = caches.fast_path.layout_of(read)
+        assert layout is not None
+        assert caches.messages.learn(message, layout, read.payloads, 0, len(message)) == together
+        assert caches.messages.knows(message) == together
+
+
+def test_a_library_of_another_version_reads_no_messages(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.native is not None
+    monkeypatch.setattr(native_messages, "_ASKED_WORDS", native_messages._ASKED_WORDS + 1)
+    with pytest.raises(OSError, match="another version"):
+        Messages(device.native.library, lambda effort: None)
 
 
 @pytest.fixture
