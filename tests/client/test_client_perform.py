@@ -196,6 +196,17 @@ def test_what_a_signal_handler_raises_as_an_operation_begins_reaches_its_caller(
     assert is_free(cache)
 
 
+def test_an_operation_that_fails_as_it_begins_has_its_outcome(cache: CacheState) -> None:
+    def refuse(request: Request, timeout: float | None) -> Any:
+        raise UnavailableError("gone")
+
+    outcomes: list[Any] = []
+    Transaction(cache.turns, plan(cache, once()), refuse, outcomes.append).begin()
+    (outcome,) = outcomes
+    assert isinstance(outcome, UnavailableError)
+    assert is_free(cache)
+
+
 def test_an_interrupt_anywhere_leaves_the_cache_to_others() -> None:
     """Also while it joins or leaves the queue, with another operation queued behind it."""
     functions = 0

@@ -168,7 +168,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     turns.take(patient)
     assert clock.call is None
     now = 1.0
-    deadlines = (3.0, 2.0, 4.0, 2.5)
+    deadlines = (3.0, 2.0, 4.0, 2.5, 6.0)
     waiting = [Asked([line], True, deadline, bool, partial(expired.append, deadline)) for deadline in deadlines]
     for each in waiting:
         turns.take(each)
@@ -181,7 +181,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in waiting[:2]:
         turns.leave(each)
     assert clock.call is not None
-    for each in (first, patient):
+    for each in (first, patient, waiting[2]):
         turns.leave(each)
     assert clock.call is None
     assert sorted(expired) == [2.0, 3.0]
