@@ -54,10 +54,10 @@ class CacheLine:
         return turn in self.front()
 
     def followers(self, turn: Turn) -> list[Turn]:
-        """The turns that may use the cache now that `turn` has left, and are not called yet. If it was reading, at most
-        the first in line: readers behind an active reader do not wait for it.
+        """The turns that may use the cache now that `turn` has left, and are not called yet. If it was a reader, at
+        most the first in line: readers do not wait for it, here.
         """
-        return [each for each in self.front(1 if turn.called and not turn.alone else None) if not each.called]
+        return [each for each in self.front(None if turn.alone else 1) if not each.called]
 
     def front(self, most: int | None = None) -> list[Turn]:
         """The turns that may use the cache: the first, and those right behind it as long as all are readers."""
@@ -148,7 +148,7 @@ class Turns:
                 line.leave(turn)
             for line in turn.lines:
                 for follower in line.followers(turn):
-                    if follower.is_in_front and not follower.called:
+                    if follower.is_in_front:
                         self._waiting.discard(follower)
                         self._ready.append(follower)
                         follower.called = True
