@@ -146,3 +146,21 @@ def test_an_offset_of_0_is_said_of_caches() -> None:
     assert pattern.options(3, 5, resident=True) == {"causal": True, "query_offset": 0}
     assert pattern.options(5, 5, resident=True) == {"causal": "bottom_right"}
     assert MaskPattern(window=(1, 1)).options(3, 5, resident=True) == {"window": (1, 1), "query_offset": 0}
+
+
+def test_only_what_is_causal_is_aligned_as_causal() -> None:
+    """An alignment is a value of `causal`: queries that see keys on both sides say where they are."""
+    pattern = MaskPattern(window=(2, 2), query_offset=3)
+    assert pattern.options(2, 5, resident=False) == {"window": (2, 2), "query_offset": 3}
+
+
+def test_the_keys_that_are_chosen_one_by_one_are_a_mask() -> None:
+    keys = torch.tensor([True, False, True])[None, None, None]
+    assert MaskPattern(keys=keys).options(1, 3, resident=False) == {"mask": keys}
+
+
+def test_a_window_of_the_key_at_the_same_place_alone() -> None:
+    """A causal window counts that key, one to both sides does not."""
+    itself = torch.eye(4, dtype=torch.bool)[None, None]
+    for size, causal, window in ((1, True, (0, -1)), (0, False, (0, 0))):
+        assert recognise(itself, 0, size) == MaskPattern(causal=causal, window=window)
