@@ -96,3 +96,9 @@ def test_plans_are_forgotten_when_they_are_too_many(native: NativeRequests, monk
         output(native, width=width)
         found.append(len(native._plans))
     assert found == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_what_the_kernel_does_not_compute_keeps_it_from_no_other(native: NativeRequests) -> None:
+    asked = [messages.random_attend(0, return_scores=scores) for scores in (pb.SCORE_STAGE_RAW, None)]
+    results, _ = native.run([messages.read(each) for each in asked], None)
+    assert [result is None for result in results] == [True, False]

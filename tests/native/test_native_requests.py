@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from limits import LIMITS
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import HELPED_FLOPS, CpuDevice
 from attnserve_server.native import library, requests
+from attnserve_server.native.payloads import broadcast_strides
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.scores import MAX_FACTOR
 
@@ -172,6 +174,54 @@ def test_a_bias_of_minus_infinity_excludes_in_float64_too(device: CpuDevice) -> 
     (result,) = device.run([messages.read(asked)]).results
     assert not np.frombuffer(result.output, np.float32).any()
     assert (np.frombuffer(result.lse or b"", np.float32) == -np.inf).all()
+
+
+def test_a_bias_that_only_float64_holds_excludes_nothing(device: CpuDevice) -> None:
+    """It becomes the lowest of float32, which is finite: all keys of a row are as likely."""
+    asked = [messages.random_attend(0, bias=np.full((3, 3), low)) for low in (-1e300, float(np.finfo(np.float32).min))]
+    beyond, lowest = device.run([messages.read(each) for each in asked]).results
+    assert bytes(beyond.output) == bytes(lowest.output)
+    assert np.frombuffer(beyond.output, np.float32).any()
+
+
+@pytest.mark.parametrize("shape", [*itertools.product((1, 2), repeat=4), (1, 2), (2, 1), (2,)], ids=str)
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_what_is_broadcast_is_what_it_is_written_out(device: CpuDevice, name: str, shape: tuple[int, ...]) -> None:
+    drawn = np.random.default_rng(len(shape)).standard_normal(shape)
+    given = drawn < 0.5 if name == "mask" else drawn.astype(np.float32)
+    view = np.broadcast_to(given, (2, 2, 2, 2))
+    whole = np.ascontiguousarray(view)
+    asked = [messages.read(messages.random_attend(0, 2, batch=2, **{name: each})) for each in (given, whole)]
+    assert broadcast_strides(asked[0].problem, name) == tuple(step // given.itemsize for step in view.strides)
+    results = device.run(asked).results
+    assert bytes(results[0].output) == bytes(results[1].output)
+
+
+def test_sequences_of_different_lengths_have_a_mask_and_a_bias_each(device: CpuDevice) -> None:
+    rng, batch = np.random.default_rng(1), 4
+    lengths = np.array([3, 1, 2, 3], np.int64)
+    options: dict[str, Any] = {
+        "mask": rng.random((batch, 1, 3, 3)) < 0.7,
+        "bias": rng.standard_normal((batch, 2, 1, 3)).astype(np.float32),
+        "kv_lengths": lengths,
+    }
+    message = messages.random_attend(1, 3, batch=batch, **options)
+    tensors = [messages.array(tensor) for tensor in (message.query, message.key, message.value)]
+    (together,) = device.run([messages.read(message)]).results
+    for n, output in enumerate(np.frombuffer(together.output, np.float32).reshape(batch, -1)):
+        own = {name: each[n : n + 1] for name, each in options.items()}
+        (alone,) = device.run([messages.read(messages.attend(*(each[n : n + 1] for each in tensors), **own))]).results
+        assert bytes(alone.output) == output.tobytes()
+
+
+def test_packed_sequences_without_their_lse(device: CpuDevice) -> None:
+    tensors = np.random.default_rng(2).standard_normal((3, 5, 2, 8)).astype(np.float32)
+    ends = np.array([2, 3], np.int64)
+    options: dict[str, Any] = {"query_lengths": ends, "kv_lengths": ends, "layout": pb.LAYOUT_PACKED}
+    asked = [messages.attend(*tensors, **options, return_lse=return_lse) for return_lse in (False, True)]
+    without, within = device.run([messages.read(each) for each in asked]).results
+    assert without.lse is None
+    assert bytes(without.output) == bytes(within.output)
 
 
 class Watched(library.Library):
