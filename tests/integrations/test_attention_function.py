@@ -100,6 +100,28 @@ def test_causal_without_a_mask(recorder: Recorder) -> None:
     assert_same(reference(last, key, key), attention_function(last, key, key, is_causal=True))
 
 
+@pytest.mark.parametrize("masked", ["nothing", "causal", "padding", "bias"])
+def test_keys_that_the_model_chooses_for_each_query(recorder: Recorder, masked: str) -> None:
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+    indices = torch.rand(2, 5, 5).topk(3).indices.int()
+    indices[..., 0] = 1  # so that no query is left without keys
+    allowed = torch.zeros(2, 1, 5, 5, dtype=torch.bool).scatter(3, indices[:, None].long(), True)
+    mask = None
+    if masked == "causal":
+        query = query[:, :, -4:]
+        indices, allowed = indices[:, 1:], allowed[:, :, 1:]
+        mask = forward_mask(batch_size=2, q_length=4, kv_length=5, q_offset=1)
+        allowed &= torch.ones(4, 5, dtype=torch.bool).tril(1)
+    elif masked == "padding":
+        mask = torch.tensor([[True, True, True, True, False], [False, True, True, True, True]])[:, None, None]
+        allowed &= mask
+    elif masked == "bias":
+        mask = torch.randn(2, 4, 5, 5)
+    bias = torch.zeros(()) if masked != "bias" else mask
+    expected = reference(query, key, key, bias + torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf))
+    assert_same(expected, attention_function(query, key, key, mask=mask, indices=indices))
+
+
 def test_autocast_gives_one_dtype(recorder: Recorder) -> None:
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +191,7 @@ def test_dropout_is_refused_in_training_only(recorder: Recorder) -> None:
     assert len(recorder.calls) == 1
 
 
-@pytest.mark.parametrize("argument", ["cache", "sinks"])
+@pytest.mark.parametrize("argument", ["cache", "sinks", "block_indices"])
 def test_what_is_not_supported_says_so(recorder: Recorder, argument: str) -> None:
     attention = transformers.AttentionInterface()["attnserve"]
     query = torch.randn(1, 2, 3, 4)

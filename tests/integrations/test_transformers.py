@@ -18,6 +18,7 @@ from random_models import (
     CAUSAL,
     ENCODER_DECODER,
     EVERY_ENCODER_DECODER,
+    LLAMA_SIZES,
     OWN_ATTENTION,
     Recorder,
     assert_same,
@@ -46,6 +47,33 @@ def test_causal_models(recorder: Recorder, name: str, side: str) -> None:
     ids, mask = tokens(3, 11), padding(side, 3, 11)
     expected, actual = both(model, input_ids=ids, attention_mask=mask)
     assert_same(expected.logits, actual.logits, mask)
+    assert len(recorder.calls) == 2
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="this transformers is older than the model")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_model_that_chooses_the_keys_of_each_query(recorder: Recorder, side: str) -> None:
+    """Values are also narrower than keys."""
+    config = transformers.DeepseekV32Config(
+        **LLAMA_SIZES | {"num_key_value_heads": 4, "head_dim": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        index_topk=3,
+        index_n_heads=2,
+        index_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+    )
+    model = build(AutoModelForCausalLM, config)
+    ids, mask = tokens(3, 11), padding(side, 3, 11)
+    expected, actual = both(model, input_ids=ids, attention_mask=mask)
+    assert_same(expected.logits, actual.logits, mask, tolerance=1e-4)
     assert len(recorder.calls) == 2
 
 

@@ -70,9 +70,10 @@ def register(client: Client, name: str = "attnserve") -> None:
 
     A model with this implementation raises `RuntimeError` if gradients are recorded (the service is for inference: use
     `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
-    `NotImplementedError` for continuous batching and for sinks that differ by query, and otherwise the errors of
-    `Client.attend`. TypeError for what is no client, and for an `AsyncClient`: models wait for their attention.
-    ValueError for the name of an attention that is not of this function, such as ``sdpa``.
+    `NotImplementedError` for continuous batching, for sinks that differ by query and for keys chosen in blocks (by
+    MiniMax-M3), and otherwise the errors of `Client.attend`. TypeError for what is no client, and for an `AsyncClient`:
+    models wait for their attention. ValueError for the name of an attention that is not of this function, such as
+    ``sdpa``.
     """
     check_client(client)
     if not isinstance(name, str) or not name:
@@ -135,14 +136,17 @@ def _attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One call of a model's attention function.
 
     `query` is `[B, Hq, Lq, D]`, `key` and `value` are `[B, Hk, S, D]` and `[B, Hk, S, Dv]`, or stand for such in a
-    `ResidentCache`. `s_aux` are the sinks, `[Hq]`; `position_bias` is added to the scores. Returns the output
-    `[B, Lq, Hq, Dv]`, contiguous, and the weights `[B, Hq, Lq, S]` if the model was asked for its attentions.
+    `ResidentCache`. `s_aux` are the sinks, `[Hq]`; `position_bias` is added to the scores. `indices`, `[B, Lq, K]`,
+    are the only keys that a query may attend to: a model that chooses them, as DeepSeek-V3.2 does, writes them into the
+    mask only for `eager` and `sdpa`. Returns the output `[B, Lq, Hq, Dv]`, contiguous, and the weights
+    `[B, Hq, Lq, S]` if the model was asked for its attentions.
     """
     if dropout and module.training:
         raise ValueError(f"attnserve has no dropout, and the model asks for {dropout}: call model.eval() first")
@@ -153,6 +157,8 @@ def _attend(
         raise NotImplementedError("attnserve does not read the paged cache of continuous batching: use generate()")
     if others.get("sinks") is not None:
         raise NotImplementedError("attnserve takes one sink per head, and the model gives one per query")
+    if others.get("block_indices") is not None:
+        raise NotImplementedError("attnserve does not attend to blocks of keys that a model chooses: use eager or sdpa")
 
     resident = _resident_layer(key, value)
     kv_length = key.shape[2]
@@ -166,6 +172,10 @@ def _attend(
         options["causal"] = "top_left"
     if position_bias is not None:
         options["bias"] = position_bias if "bias" not in options else position_bias + options["bias"]
+    if indices is not None:
+        chosen = torch.zeros(*indices.shape[:2], kv_length, dtype=torch.bool, device=indices.device)
+        chosen = chosen.scatter_(-1, indices.long(), True)[:, None]
+        options["mask"] = chosen & options["mask"] if "mask" in options else chosen
 
     batch = max(tensor.shape[0] for tensor in (query, key, value))
     attend: Callable[..., AttentionResult[torch.Tensor]] = client.attend
