@@ -31,6 +31,7 @@ from random_models import (
     recorder,
     tokens,
 )
+from torch._dynamo.exc import Unsupported
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.masking_utils import create_causal_mask
 
@@ -306,6 +307,14 @@ def test_compiled_model(recorder: Recorder) -> None:
     actual = torch.compile(model, backend="eager")(ids)
     assert_same(expected.last_hidden_state, actual.last_hidden_state)
     assert len(recorder.calls) == 2
+
+
+def test_a_model_that_must_be_one_graph_says_why_it_is_not(recorder: Recorder) -> None:
+    model = build(AutoModel, CAUSAL["llama"]())
+    model.set_attn_implementation("attnserve")
+    with pytest.raises(Unsupported, match=r"attnserve.* cannot be traced: compile without fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 5))
+    assert not recorder.calls
 
 
 def test_real_weights(recorder: Recorder) -> None:

@@ -93,9 +93,10 @@ def register(client: Client, name: str = "attnserve") -> None:
         return _attend(client, module, query, key, value, attention_mask, **arguments)
 
     _registered.add(name)
-    # A compiled model breaks its graph here: a call over the network cannot be traced.
-    AttentionInterface.register(name, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
-    AttentionMaskInterface.register(name, torch.compiler.disable(forward_mask))  # type: ignore[no-untyped-call]
+    # A compiled model breaks its graph here. With fullgraph=True it may not, and raises an error with this reason.
+    reason = "attnserve computes attention over the network, which cannot be traced: compile without fullgraph=True"
+    for interface, function in zip(theirs, (attention, forward_mask), strict=True):
+        interface.register(name, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
 def forward_mask(**arguments: Any) -> torch.Tensor | None:
