@@ -22,7 +22,8 @@ eager gives the mean of all values. Models that do not use `AttentionInterface`,
 and T5 before transformers 5.18, do not reach the service: transformers runs them here, on their own attention, whatever
 is asked for; with some, as with Falcon, it raises `KeyError`. A model that uses it only in part reaches the service
 with that part. Some models, GPT-2 and OPT among them, do not tell their attention that its weights are asked for: as
-with `sdpa`, `output_attentions` gives none.
+with `sdpa`, `output_attentions` gives none. Weights beside sinks are those that the output was made with; the `eager`
+attention of `granite_swa` returns them before the sinks have their share.
 """
 
 from __future__ import annotations
