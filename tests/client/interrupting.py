@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -55,3 +56,10 @@ def interrupted_at(place: int, operation: Callable[[], object]) -> bool:
         sys.setprofile(before)
         gc.enable()
     return left < 0
+
+
+def places(is_there: Callable[[int], bool]) -> int:
+    """In how many places an operation can be interrupted, each of which is tried: `is_there` does, as `interrupted_at`
+    does, and says whether there is the place.
+    """
+    return next(place for place in count() if not is_there(place))

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 from calls import PATIENCE_S
-from interrupting import handled, interrupted_at
+from interrupting import handled, interrupted_at, places
 
 from attnserve import Client, DeadlineExceededError
 
@@ -52,10 +52,7 @@ def look_up_interrupted_at(place: int, timeout: float) -> bool:
 
 @pytest.mark.parametrize("timeout", [1e-6, PATIENCE_S], ids=["in vain", "found"])
 def test_wherever_it_comes_as_they_are_looked_up_others_find_them(timeout: float) -> None:
-    place = 0
-    while look_up_interrupted_at(place, timeout):
-        place += 1
-    assert place > 10
+    assert places(lambda place: look_up_interrupted_at(place, timeout)) > 10
 
 
 def look_again_interrupted_at(place: int) -> bool:
@@ -70,10 +67,7 @@ def look_again_interrupted_at(place: int) -> bool:
 
 
 def test_wherever_it_comes_as_another_look_is_asked_for_others_can_ask() -> None:
-    place = 0
-    while look_again_interrupted_at(place):
-        place += 1
-    assert place > 3
+    assert places(look_again_interrupted_at) > 3
 
 
 def close_interrupted_at(place: int) -> bool:
@@ -96,7 +90,4 @@ def close_interrupted_at(place: int) -> bool:
 
 
 def test_wherever_it_comes_as_a_client_is_closed_its_look_up_ends() -> None:
-    place = 0
-    while close_interrupted_at(place):
-        place += 1
-    assert place > 3
+    assert places(close_interrupted_at) > 3
