@@ -131,4 +131,5 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert bench.count("attnserve_batch_requests_sum") == 1
+    assert bench.count("attnserve_caller_flops_total", caller="anonymous") == bench.count("attnserve_flops_total") > 0
     assert (bench.admission.requests, bench.admission.bytes) == (0, 0)

@@ -1,4 +1,4 @@
-"""An answer to a call, for whichever RPC it came by: encoded, and taken note of.
+"""An answer to a call, for whichever RPC it came by: encoded, and taken note of; or only that, if nobody waits for it.
 
 In: an entry and its outcome. Out: what the RPC sends of it.
 """
@@ -10,8 +10,10 @@ from time import perf_counter
 from typing import TypeVar
 
 from attnserve._fields import Buffer
+from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.usage import Usage
+from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 T = TypeVar("T")
@@ -32,3 +34,10 @@ def encoded(
         entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
     usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
     return reply
+
+
+def unwanted(entry: Entry, outcome: Outcome | RequestError, engine: Engine, usage: Usage) -> None:
+    """Lets go of a request whose caller has gone. What was computed for it is on its caller's account all the same."""
+    if isinstance(outcome, Outcome):
+        usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
+    engine.release(entry)

@@ -16,7 +16,7 @@ from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.requests.work import Work
-from attnserve_server.rpc.answers import encoded
+from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.fast_path import Answered, FastPath
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
@@ -72,9 +72,7 @@ class EngineCalls:
 
         def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
             if outcomes.done():  # its caller has gone
-                if isinstance(outcome, Outcome):
-                    usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
-                self._engine.release(entry)
+                unwanted(entry, outcome, self._engine, usage)
             else:
                 outcomes.set_result(outcome)
 
@@ -86,7 +84,7 @@ class EngineCalls:
         except asyncio.CancelledError:
             self._engine.cancel((entry,))
             if outcomes.done() and not outcomes.cancelled():  # the outcome came as the caller went
-                self._engine.release(entry)
+                unwanted(entry, outcomes.result(), self._engine, usage)
             raise
         try:
             if isinstance(outcome, RequestError):

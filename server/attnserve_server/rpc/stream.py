@@ -31,7 +31,7 @@ from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata
-from attnserve_server.rpc.answers import encoded
+from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.calls import ERROR_FIELD, LABELS, Call, Read, read_message, stream_reply
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
@@ -288,9 +288,7 @@ class CallStream:
     def _answer(self, call_id: int, label: Operation, entry: Entry, outcome: Outcome | RequestError) -> None:
         """Puts the reply to an admitted call into the outbox."""
         if self._gone:
-            if isinstance(outcome, Outcome):
-                self._usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
-            self._engine.release(entry)
+            unwanted(entry, outcome, self._engine, self._usage)
             self._streams.endings.ended(label, Cancelled.code.name, entry.arrival, entry.trace)
             return
         self._in_flight.pop(call_id, None)
