@@ -39,18 +39,12 @@ def compute(device: Device, entries: list[Entry], lock: SharedLock | None = None
 
     `lock` is given if the device may compute another batch meanwhile.
     """
-    if lock is None:
-        whole = _attempt(device, entries)
-    elif len(entries) == 1:
-        whole = _attempt_with_room(device, entries, lock)
-    else:
-        with lock.shared():
-            whole = _attempt(device, entries)
+    whole = _attempt_with_room(device, entries, lock)
     if len(entries) == 1 or isinstance(whole, BatchResult | DeviceFailed):
         return [Part(entries, whole)]
     parts: list[Part] = []
     for entry in entries:
-        outcome = _attempt(device, [entry]) if lock is None else _attempt_with_room(device, [entry], lock)
+        outcome = _attempt_with_room(device, [entry], lock)
         if isinstance(outcome, DeviceFailed):
             return [Part(entries, outcome)]
         parts.append(Part([entry], outcome))
@@ -90,11 +84,15 @@ def _of_all(result: BatchResult, entries: Sequence[Entry]) -> BatchResult:
     return result
 
 
-def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLock) -> BatchResult | RequestError:
-    """Computes one request, beside another batch or, if there is no memory for both, alone."""
+def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLock | None) -> BatchResult | RequestError:
+    """Computes requests, beside another batch if there is a lock. A single request that finds no memory then is
+    computed again with the device to itself.
+    """
+    if lock is None:
+        return _attempt(device, entries)
     with lock.shared():
         found = _attempt(device, entries)
-    if not isinstance(found, OutOfMemory):
+    if len(entries) > 1 or not isinstance(found, OutOfMemory):
         return found
     with lock.exclusive():
         return _attempt(device, entries)
