@@ -141,8 +141,8 @@ class CacheStore(Register):
     def reserve(
         self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool, source: str
     ) -> Reservation[Grow]:
-        """Queues appends of so many tokens to layers of caches, and promises pages to all of them or to none. `source`
-        is the request's field with the tokens.
+        """Queues appends of so many tokens to layers of caches, each layer once, and promises pages to all of them or
+        to none. `source` is the request's field with the tokens.
 
         Each layer is promised what all operations waiting for it take together, if each succeeds. If one does not, the
         others need no more pages where all are appends; behind forks and truncations they may, and these are sought at
@@ -152,14 +152,14 @@ class CacheStore(Register):
         the pool could never hold it, and NotFound if a cache is gone.
         """
         caches: set[Cache] = set()
-        wanted: dict[CacheLayer, Grow] = {}
+        changes: list[tuple[CacheLayer, Grow]] = []
         for cache, index, tokens in appends:
             self._require(cache)
             if tokens < 0:
                 raise ValueError(f"{tokens} tokens cannot be appended")
             caches.add(cache)
-            wanted.setdefault(cache.layers[index], Grow(0)).tokens += tokens
-        reservation = self._open(caches, list(wanted.items()), source)
+            changes.append((cache.layers[index], Grow(tokens)))
+        reservation = self._open(caches, changes, source)
         if foreseen:
             # A page promised for a copy is one too many once nobody else holds the original any more.
             self._settle(reservation.layers)
