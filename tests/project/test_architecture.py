@@ -150,6 +150,14 @@ def test_a_step_that_is_nowhere_is_found_out(name: str) -> None:
     assert not is_there(name)
 
 
+def test_modules_that_docstrings_and_comments_name_are_there() -> None:
+    """Beside the module that names them, or in the folder that goes with the name."""
+    for name, path in modules().items():
+        package = name.partition(".")[0]
+        for named in re.findall(r"`([\w/]+\.(?:py|h|c))`", path.read_text("utf-8")):
+            assert (path.parent / named).exists() or (PACKAGES[package] / package / named).exists(), f"{name}: {named}"
+
+
 def test_only_what_computes_imports_torch() -> None:
     """Code that decides without torch is importable without it: policy is separate from execution."""
     names = {str(path.relative_to(ROOT)): name for name, path in modules().items()}

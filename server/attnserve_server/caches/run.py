@@ -1,6 +1,6 @@
 """A batch of attentions to caches, on a device: appends written, queries computed, results in bytes.
 
-What the native kernel computes never becomes tensors (`direct.py`). Everything else does (`inputs.py`).
+What the native kernel computes never becomes tensors (`native_requests.py`). Everything else does (`inputs.py`).
 """
 
 from __future__ import annotations
