@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from stepping import SHAPE, Stepping, assert_same, device, message_of, step, ste
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.caches import fast_path
-from attnserve_server.caches.layer import PageTable
+from attnserve_server.caches.layer import CacheLayer, PageTable
 from attnserve_server.caches.page_memory import PageAddresses
 from attnserve_server.caches.request import CachedRequest
 from attnserve_server.caches.shape import CacheShape
@@ -120,6 +121,24 @@ def test_requests_that_are_kept_hold_no_message_and_are_bounded(
             most = max(most, sum(len(request.uses) for request in kept))
             assert all(request.payloads.buffer == b"" for request in kept)
     assert most == 4
+
+
+def test_caches_that_are_gone_take_no_memory_for_their_layers(stepping_: Stepping) -> None:
+    """Although requests to them are kept, and their leases are forgotten later."""
+    shape = CacheShape(2, 8, 8, 3, "float32")
+    caches = [stepping_.create(3, shape, ttl=60.0) for _ in range(9)]
+    stepping_.learn(step(caches[0]))
+    before = _layers()
+    for cache in caches:
+        assert stepping_.answer(message_of(step(cache))) is not None
+        stepping_.store.delete(cache)
+    assert stepping_.fast_path._kept
+    assert before - _layers() == 9 * 3
+
+
+def _layers() -> int:
+    """How many layers of caches are in memory."""
+    return sum(type(each) is CacheLayer for each in gc.get_objects())
 
 
 def test_a_bug_leaves_caches_as_they_were(stepping_: Stepping, monkeypatch: pytest.MonkeyPatch) -> None:
