@@ -59,7 +59,7 @@ def look_again_interrupted_at(place: int) -> bool:
     """The same as another look-up is asked for, as when a server has failed."""
     client = Client(lambda: ["127.0.0.1:1", "127.0.0.1:2"], refresh=1e6)
     client._calls.servers.resolve(PATIENCE_S)
-    ask = client._calls.servers._replicas.told
+    ask = client._calls.servers._replicas.look_up
     is_there = interrupted_at(place, lambda: ask())
     assert ends(ask), f"interrupted in place {place}"
     assert ends(client.close), f"interrupted in place {place}"

@@ -39,16 +39,16 @@ def test_a_server_that_refuses_whoever_asks_is_asked_half_as_often_each_time() -
     asked = 0.0
     for pause in (1.0, 2.0, 4.0, 8.0):
         window.refused(refusal(1.0), 0, 0.01, asked)
-        assert window.asks == asked + pause
-        asked = window.asks
-        window.asked(asked)
+        assert window.probe_at == asked + pause
+        asked = window.probe_at
+        window.probed(asked)
 
 
 def test_a_server_that_tells_no_delay_is_not_asked_at_once() -> None:
     window = Window(3)
     window.refused(refusal(0.0), 4, 0.0, 0.0)
     window.answered(1, 2, 1.0, taken=True)
-    assert window.asks == 1.0 + LEAST_PAUSE
+    assert window.probe_at == 1.0 + LEAST_PAUSE
 
 
 def test_one_that_never_has_room_is_given_up_after_so_many_retries() -> None:

@@ -223,7 +223,7 @@ def test_where_all_rest_the_calls_go_on() -> None:
 def test_servers_come_and_go() -> None:
     fleet = Fleet("a", "b")
     told = []
-    fleet.replicas.told = lambda: told.append(True)
+    fleet.replicas.look_up = lambda: told.append(True)
     gone = fleet.at("a")
     fleet.replicas.update(["b", "c", "c"], 1.0)
     assert set(fleet.choose(4)) == {"b", "c"}

@@ -30,12 +30,12 @@ was replaced by a new one is kept as long, for callers that have just been given
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_told", "address", "heard", "rests_until", "room", "used")
+    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_look", "address", "heard", "rests_until", "room", "used")
 
-    def __init__(self, address: str, told: Callable[[], object]) -> None:
-        """`told` is called when there may be other servers now."""
+    def __init__(self, address: str, look_up: Callable[[], object]) -> None:
+        """`look_up` is called when there may be other servers now."""
         self.address: Final = address
-        self._told = told
+        self._look = look_up
         self._failures = 0
         self._failed_at = 0.0
         self._leaves_until = 0.0
@@ -57,13 +57,13 @@ class Replica:
             return
         self.rests_until = now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(self._failures, 30))
         self._failures += 1
-        self._told()
+        self._look()
 
     def asks_to_leave(self, now: float) -> None:
         """Notes that the server takes calls, but prefers not to get any."""
         self._leaves_until = now + FIRST_REST
         self.rests_until = max(self.rests_until, self._leaves_until)
-        self._told()
+        self._look()
 
     def was_silent(self, now: float, begin: float) -> None:
         """Notes that a call sent after `begin` has had no reply in its time. If the server has not said anything else
@@ -110,8 +110,8 @@ class Connection(Protocol):
 C = TypeVar("C", bound=Connection)
 
 
-def _to_nobody() -> None:
-    """Tells nobody."""
+def _nowhere() -> None:
+    """For addresses that are not looked up."""
 
 
 class Replicas(Generic[C]):
@@ -130,8 +130,8 @@ class Replicas(Generic[C]):
         self._replaced: list[tuple[float, C]] = []
         self._calls = itertools.count(1)
         self._closed = False
-        self.told: Callable[[], object] = _to_nobody
-        """Called when there may be other servers now."""
+        self.look_up: Callable[[], object] = _nowhere
+        """Has the addresses looked up soon, because there may be other servers now."""
 
     @property
     def addresses(self) -> list[str]:
@@ -260,7 +260,7 @@ class Replicas(Generic[C]):
         if connection is None:
             if self._closed:
                 raise ClientClosedError
-            replica = Replica(address, lambda: self.told())
+            replica = Replica(address, lambda: self.look_up())
             connection = self._connections[address] = self._connect(replica)
         return connection
 

@@ -250,7 +250,7 @@ class Servers(Generic[C]):
         self.resolved = True
         if self._resolver is None and self._target.look_up is not None:
             self._resolver = Resolver(self._target.look_up, self._refresh, self._deliver)
-            self._replicas.told = self._resolver.ask
+            self._replicas.look_up = self._resolver.ask
 
     def _deliver(self, addresses: Sequence[str]) -> None:
         self._run(lambda: self.update(addresses))

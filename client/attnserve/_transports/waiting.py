@@ -112,14 +112,14 @@ class Waiting(Generic[T]):
         if not self._held:
             return []
         room = self._window.room(self._unanswered)
-        if now >= self._window.asks:
-            self._window.asked(now)
+        if now >= self._window.probe_at:
+            self._window.probed(now)
             room = max(room, 1)
         released: list[Call[T]] = []
         while len(released) + 1 <= room and self._held:
             released.append(self._held.next())
         if self._held:
-            self.wakeup = min(self.wakeup, self._window.asks)
+            self.wakeup = min(self.wakeup, self._window.probe_at)
         return released
 
     def again(self, call: Call[T], until: float) -> None:
@@ -146,7 +146,7 @@ class Waiting(Generic[T]):
         call.refusal = error
         if for_all:
             self._window.refused(error, self._unanswered, pause, now)
-            self._replica.room.until = max(self._replica.room.until, min(self._window.asks, now + LONGEST))
+            self._replica.room.until = max(self._replica.room.until, min(self._window.probe_at, now + LONGEST))
         return True
 
     def answered(self, calls: int, now: float, *, refused: bool, taken: bool) -> None:

@@ -5,8 +5,8 @@ in its time at all. Until a server refuses a call there is no bound. A refusal s
 server did take; each answer while others wait raises it a little, so that more room is found, at the price of a few
 refusals: by half as much each time that what was sent beyond it has been refused, until it is not. (TCP's congestion
 window, with slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no answer comes, one more call
-is sent when the server should have room, and later each time it has none: what it has may take long. If it has none of
-the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
+is sent as a probe when the server should have room, and later each time it has none: what it has may take long. If it
+has none of the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ class Window:
     """The bound of one stream, and of its successors to the same server."""
 
     __slots__ = (
-        "_asking",
         "_bound",
         "_caution",
         "_in_a_row",
         "_limit",
+        "_probing",
         "_refusal",
         "_refused_at",
         "_retries",
         "_shut",
         "_starting",
-        "asks",
+        "probe_at",
         "speed",
     )
 
@@ -119,12 +119,12 @@ class Window:
         self._limit = self._bound = inf
         self._caution = 0
         """How often in a row the server has refused what was sent beyond `_bound`, what it had at the last refusal."""
-        self.asks = 0.0
+        self.probe_at = 0.0
         """When one more call is sent, whatever the bound, if none is answered till then."""
-        self._asking = True
-        """Whether the server's next refusal is the answer to that."""
+        self._probing = True
+        """Whether that call has been sent, and the server's next refusal is the answer to it."""
         self._in_a_row = 0
-        """How often it was."""
+        """How many such calls have been refused, one after the other."""
         self._shut = False
         """Whether the server had none of the calls when it refused the last, and has answered none since."""
         self._starting = False
@@ -145,9 +145,9 @@ class Window:
     def refused(self, error: OverloadedError, unanswered: int, pause: float, now: float) -> None:
         """Notes that the server had no room for a call, which waits for so long, while it had so many others."""
         told = error.retry_delay or 0.0
-        if self._asking:  # not of every call in a message
-            self.asks = now + max(pause, told * 2.0 ** min(self._in_a_row, MOST_DOUBLINGS))
-            self._asking = False
+        if self._probing:  # not of every call in a message
+            self.probe_at = now + max(pause, told * 2.0 ** min(self._in_a_row, MOST_DOUBLINGS))
+            self._probing = False
             self._in_a_row += 1
         if unanswered:
             # Half of what waits should be computed after the delay, so all of it, and this stream's share, after twice.
@@ -166,8 +166,8 @@ class Window:
         if self._refusal is None or not calls:
             return
         self._in_a_row = 0
-        self._asking = self._shut = False
-        self.asks = now + max(self._refusal.retry_delay or 0.0, LEAST_PAUSE)
+        self._probing = self._shut = False
+        self.probe_at = now + max(self._refusal.retry_delay or 0.0, LEAST_PAUSE)
         if waiting:
             self.speed.answered(calls, now)
             if self._limit >= self._bound + PROVEN:
@@ -177,13 +177,13 @@ class Window:
                 self._limit += calls * growth
 
     def room(self, unanswered: int) -> float:
-        """How many more calls may be sent; those that are sent when it `asks` come on top."""
+        """How many more calls may be sent; the one that is sent at `probe_at` comes on top."""
         return 0 if self._shut else self._limit - unanswered
 
-    def asked(self, now: float) -> None:
+    def probed(self, now: float) -> None:
         """Notes that a call is sent now, if need be beyond the bound."""
-        self._asking = True
-        self.asks = now + LONGEST
+        self._probing = True
+        self.probe_at = now + LONGEST
 
     def passed(self, now: float) -> bool:
         """Whether the last refusal was so long ago that it says nothing of new calls."""
@@ -195,7 +195,7 @@ class Window:
         """
         if self._refusal is None:
             return None
-        pause = self.asks - now if self._shut else 0.0
+        pause = self.probe_at - now if self._shut else 0.0
         if self.given_up and pause > 0:
             return unasked(self._refusal, now - self._refused_at, pause)
         wait, left = max(pause, self.speed.seconds_for(ahead, now)), deadline - now
