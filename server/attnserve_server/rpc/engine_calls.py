@@ -20,7 +20,7 @@ from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.fast_path import Answered, FastPath
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
-from attnserve_server.scheduling.entry import Entry, Held, Outcome
+from attnserve_server.scheduling.entry import Entry, Outcome
 
 ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
 """Reads a caller's request from a message. Raises RequestError."""
@@ -50,19 +50,14 @@ class EngineCalls:
 
     async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
-        message, held = await self._reply_to(read, fast_path, received)
-        when_sent(partial(self._engine.release, held))
-        return message
-
-    async def _reply_to(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> tuple[bytes, Held]:
-        """The reply to a unary call, and what is to be released when it has been sent. Raises RequestError."""
         caller, message, arrival, timeout, trace = received
         learns, usage = False, self._metrics.usage.of(caller.name)
         if fast_path is not None and trace is None:
             answered = fast_path.answer_request(caller, message, arrival, timeout)
             if isinstance(answered, Answered):
                 usage.computed(answered.query_tokens, answered.flops)
-                return answered.message, answered
+                when_sent(partial(self._engine.release, answered))
+                return answered.message
             learns = answered.learns
         self._engine.check(caller.share, len(message))
         request = read(caller, message)
@@ -89,8 +84,9 @@ class EngineCalls:
         try:
             if isinstance(outcome, RequestError):
                 raise outcome
-            reply_message = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
-            return reply_message, self._engine.answered(entry, len(reply_message))
+            encoded_reply = encoded(entry, outcome, self._metrics, usage, lambda pieces, size: b"".join(pieces))
         except BaseException:
             self._engine.release(entry)
             raise
+        when_sent(partial(self._engine.release, self._engine.answered(entry, len(encoded_reply))))
+        return encoded_reply

@@ -173,7 +173,7 @@ class Rpcs:
     async def refuse(self, context: Context, operation: str, error: RequestError, caller: Caller | None) -> NoReturn:
         """Ends an RPC with an error; a rejection is counted."""
         self.endings.refused(operation, error, caller, lambda: request_id_of(context))
-        await abort(context, error)
+        await context.abort(error.code, error.message, error.trailers())
 
 
 def when_sent(do: Callable[[], object]) -> None:
@@ -204,8 +204,3 @@ def connection_of(context: aio.ServicerContext[Any, Any]) -> str | None:
     """
     peer: str = context.peer()
     return None if peer.startswith("unix") else peer
-
-
-async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
-    """Ends an RPC with an error's status and details."""
-    await context.abort(error.code, error.message, error.trailers())

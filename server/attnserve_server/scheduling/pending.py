@@ -93,9 +93,9 @@ class PendingRequests:
         while self._without_device:
             entry, begin = self._without_device.popleft(), perf_counter()
             if entry.cancelled:
-                self._drop((entry,), "cancelled", Cancelled)
+                self._drop((entry,), Cancelled)
             elif entry.deadline <= begin:
-                self._drop((entry,), "deadline", DeadlineExceeded)
+                self._drop((entry,), DeadlineExceeded)
             else:
                 self._run(entry, begin, device)
 
@@ -134,15 +134,15 @@ class PendingRequests:
         """Replies to cancelled entries that have not run yet."""
         cancelled, self._cancelled = self._cancelled, []
         # First those that wait for turns: as those in the queue leave, turns come, and who has one enters the queue.
-        self._drop(filter(self._turns.waits, cancelled), "cancelled", Cancelled)
-        self._drop(self._queue.drop_cancelled(), "cancelled", Cancelled)
+        self._drop(filter(self._turns.waits, cancelled), Cancelled)
+        self._drop(self._queue.drop_cancelled(), Cancelled)
 
     def begin(self, batch: Batch[Entry]) -> None:
         """Calls `begin` of a batch's requests, whose turn it is, and replies to all that will not run, because nobody
         waits for them or because they cannot. Those leave the batch.
         """
-        self._drop(batch.cancelled, "cancelled", Cancelled)
-        self._drop(batch.expired, "deadline", DeadlineExceeded)
+        self._drop(batch.cancelled, Cancelled)
+        self._drop(batch.expired, DeadlineExceeded)
         if not batch.entries or not batch.entries[0].request.needs:
             return
         able = []
@@ -172,11 +172,11 @@ class PendingRequests:
         """All entries that wait for a turn or have one."""
         return self._turns.everyone()
 
-    def _drop(self, entries: Iterable[Entry], reason: str, error: type[Cancelled | DeadlineExceeded]) -> None:
+    def _drop(self, entries: Iterable[Entry], error: type[Cancelled | DeadlineExceeded]) -> None:
         """Replies to entries that will not run, because nobody waits for them."""
         for entry in entries:
             self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
-            self._metrics.cancelled(reason)
+            self._metrics.cancelled("cancelled" if error is Cancelled else "deadline")
             self.leave(entry)
             self._delivery.reply(entry, error())
 
