@@ -24,7 +24,7 @@ from attnserve._settings.config import ANYHOW, Settings
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._tracing import CallSpan
-from attnserve._transports.in_flight import Call, Outcome
+from attnserve._transports.in_flight import Call
 from attnserve._transports.multiplexer import Multiplexer
 
 
@@ -89,12 +89,6 @@ class BaseStream(ABC, Generic[W]):
         """Moves calls to other servers. No lock may be held: their streams have locks of their own."""
         for call in calls:
             self._others.move(call)
-
-
-def settle(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Delivers outcomes. No lock may be held: callbacks may do anything."""
-    for call, outcome in outcomes:
-        call.owner.settle(outcome)
 
 
 S = TypeVar("S", bound=BaseStream[Any])

@@ -8,7 +8,7 @@ which message it was.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attnserve._errors import AttnServeError, is_of_reply
 from attnserve._transports.in_flight import Call
@@ -46,12 +46,8 @@ class MessageBounds:
                 return affected[0]
             self._suspects += [call.id for call in affected]
             return None
-        longest = max(affected, key=_message_size)
+        longest = max(affected, key=lambda call: call.message_size)
         if longest.size < longest.message_size:
             self.message_bytes = longest.message_size // 2
             return None
         return longest
-
-
-def _message_size(call: Call[Any]) -> int:
-    return call.message_size

@@ -28,9 +28,9 @@ from attnserve._settings.config import SERVICE
 from attnserve._settings.credentials import Bearer
 from attnserve._settings.retry import RetryPolicy
 from attnserve._tracing import CallSpan
-from attnserve._transports.connection import BaseStream, Others, settle
+from attnserve._transports.connection import BaseStream, Others
 from attnserve._transports.ending import Ending
-from attnserve._transports.in_flight import Call
+from attnserve._transports.in_flight import Call, Outcome
 from attnserve._transports.outcome import outcome_of
 
 R = TypeVar("R")
@@ -106,6 +106,12 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
+def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
+    """Delivers outcomes."""
+    for call, outcome in outcomes:
+        call.owner.settle(outcome)
+
+
 class StreamTransport(BaseStream[StreamFuture]):
     """Calls over one stream at a time, with any number in flight."""
 
@@ -150,7 +156,7 @@ class StreamTransport(BaseStream[StreamFuture]):
             self._tasks.clear()
             self._attend_stream = None
             return
-        settle(given_up)
+        _settle(given_up)
         if self._timer is not None:
             self._timer.cancel()
         tasks = list(self._tasks)
@@ -188,7 +194,7 @@ class StreamTransport(BaseStream[StreamFuture]):
             rpc = self._attend_stream(metadata=self._bearer.metadata)
             ending = Ending(rpc)
         except Exception as error:  # the channel is closed, or there is no memory: `submit` may have returned
-            settle(self._multiplexer.unopened(stream, error, time.monotonic()))
+            _settle(self._multiplexer.unopened(stream, error, time.monotonic()))
             return
         writing = self._loop.create_task(self._write(stream, rpc))
         reading = self._loop.create_task(self._read(stream, rpc, ending))
@@ -230,7 +236,7 @@ class StreamTransport(BaseStream[StreamFuture]):
                         self._part_with(self._multiplexer.take_leaving())
                     self._advance()
                 finally:
-                    settle(outcomes)
+                    _settle(outcomes)
                 del data, outcomes, replies  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
             return ending.status(error)
@@ -249,11 +255,11 @@ class StreamTransport(BaseStream[StreamFuture]):
         outcomes = self._multiplexer.broken(stream, status, time.monotonic())
         self._writable.set()  # its writing task ends, too
         self._advance()
-        settle(outcomes)
+        _settle(outcomes)
 
     def _distrust(self, stream: int, rpc: Any, error: BaseException) -> None:
         """Gives up a stream that cannot be read or written, and the calls on it."""
-        settle(self._multiplexer.distrusted(stream, unreadable(error)))
+        _settle(self._multiplexer.distrusted(stream, unreadable(error)))
         rpc.cancel()
 
     def _tick(self) -> None:
@@ -265,7 +271,7 @@ class StreamTransport(BaseStream[StreamFuture]):
             self._part_with(self._multiplexer.take_leaving())
             self._advance()
         finally:
-            settle(outcomes)
+            _settle(outcomes)
 
 
 def unended(tasks: Iterable[F]) -> list[F]:

@@ -70,7 +70,8 @@ class UnaryTransport:
             self._closed = True
             calls = list(self._calls)
         for call in calls:
-            self._finish(call, ClientClosedError())
+            if self._withdraw(call):
+                call.future.settle(ClientClosedError())
         self._timers.close()
 
     def _try(self, call: ThreadCall) -> None:
@@ -150,12 +151,8 @@ class UnaryTransport:
             self._stop(call)
         return True
 
-    def _finish(self, call: ThreadCall, outcome: bytes | AttnServeError) -> None:
-        if self._withdraw(call):
-            call.future.settle(outcome)
-
     def _answer(self, call: ThreadCall, outcome: bytes | AttnServeError) -> None:
-        """Finishes a call, in a thread that others need."""
+        """Ends a call, in a thread that others need."""
         if self._withdraw(call) and not call.future.settle_silently(outcome):
             self._callbacks.settle(call.future, outcome)
 
