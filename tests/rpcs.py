@@ -59,6 +59,7 @@ def streams_of(
     *,
     max_message_calls: int = 64,
     max_unanswered: int = 64,
+    max_shared_bytes: int = 1 << 20,
 ) -> Streams:
     """Streams of anybody, whose calls are neither recorded nor answered as they are read."""
     return Streams(
@@ -68,6 +69,7 @@ def streams_of(
         callers=ANYBODY,
         max_message_calls=max_message_calls,
         max_unanswered=max_unanswered,
+        max_shared_bytes=max_shared_bytes,
         endings=endings_of(metrics),
         reading_turns=ReadingTurns(),
         tracing=None,

@@ -68,6 +68,10 @@ STRANGERS: Final = 16
 """How many of these messages may take so long, on one connection and in all; any more have `messages_due.CROWDED_S`."""
 STOP_S: Final = 3.0
 """How long gRPC may take to stop, its grace included: it waits up to 20 s for each connection that stands still."""
+SHARED_MESSAGES: Final = 2
+"""Messages of several calls may have this many times the bytes that there are for each request, and be kept by each of
+their calls: by default, those that the SDK makes.
+"""
 STREAM_SHARE: Final = 4
 """A stream with more than one in this many of all requests that may be in flight is not read from until it has fewer.
 """
@@ -113,6 +117,7 @@ class Services:
             callers=callers,
             max_message_calls=config.max_message_calls,
             max_unanswered=max(1, config.max_requests // STREAM_SHARE),
+            max_shared_bytes=SHARED_MESSAGES * config.max_bytes // config.max_requests,
             endings=endings,
             reading_turns=ReadingTurns(),
             tracing=parts.tracing,
