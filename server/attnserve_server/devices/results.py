@@ -69,8 +69,16 @@ def tensors_of(arranged: Sequence[ReplyTensors]) -> list[torch.Tensor]:
 
 def results_of(arranged: Sequence[ReplyTensors], here: Iterator[torch.Tensor]) -> list[RequestResult]:
     """The results that replies carry, from these tensors on the host."""
-    found = ([None if part is None else rows_of_bytes(next(here), 1)[0] for part in parts] for parts in arranged)
+    apart = map(_apart, here)
+    found = ([None if part is None else rows_of_bytes(next(apart), 1)[0] for part in parts] for parts in arranged)
     return [RequestResult(output, lse, scores) for output, lse, scores in found]  # type: ignore[arg-type]
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it is less than half of what shares its memory, such as the results of a whole batch: a
+    caller slow to receive a reply must not hold those of others.
+    """
+    return tensor.clone() if 2 * tensor.nbytes < tensor.untyped_storage().nbytes() else tensor
 
 
 def _of_no_queries(problem: Problem) -> RequestResult:
