@@ -17,7 +17,7 @@ class TaskServers(Servers[C]):
     """Where the calls of a client go. Its coroutines first look up a name that has not been looked up."""
 
     async def resolve_soon(self, timeout: float | None) -> float | None:
-        """Does and returns what `resolve` does."""
+        """As `resolve`, without blocking the loop."""
         if not self.is_unresolved:
             return self.resolve(timeout)
         begin = time.monotonic()
@@ -31,7 +31,7 @@ class TaskServers(Servers[C]):
         return self.resolve(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
 
     async def homes_soon(self, timeout: float | None) -> Sequence[str | None]:
-        """Returns what `homes` does."""
+        """As `homes`, without blocking the loop."""
         return self.homes(await self.resolve_soon(timeout))
 
 

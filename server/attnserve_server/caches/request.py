@@ -42,7 +42,7 @@ class CachedRequest(CacheWork):
     limits: RequestLimits
     extent: Extent = field(init=False)
     effort: int = field(init=False)
-    """The effort of these or, if more, the bytes of the keys and values that it reads, as in `Request`."""
+    """What computing takes, in FLOPs; at least the bytes of the keys and values that it reads: see `Request.effort`."""
     whole_effort: int = field(init=False)
     """Its effort if all queries have to be computed with all keys that any of them reaches."""
     scratch_bytes: int = field(init=False)

@@ -51,10 +51,9 @@ class Span(NamedTuple):
 class AttentionExtent(Extent):
     """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores.
 
-    Its cost leaves reading out: that makes handing a decoder step over from the event loop no more worthwhile, since
-    other threads help there.
-
-    `whole_effort` is its effort if all queries have to be computed with all keys, wherever they stand.
+    `cost`, by which a batch is computed on the event loop or on another thread, leaves the reading of keys and values
+    out, unlike `effort`: the kernel's own threads share that, whichever thread calls it. `whole_effort` is the effort
+    if all queries have to be computed with all keys, wherever they stand.
     """
 
     spans: tuple[Span, ...]

@@ -1,7 +1,7 @@
-"""How scores are computed, as far as it decides by what.
+"""What the way in which scores are made says about the kernels that can make them.
 
-In: anything that says how its scores are computed. Out: whether float32 has room for them, and whether kernels that
-never hold all scores of a query at once may be asked for them; each kernel has further rules.
+In: anything that says how its scores are made. Out: whether float32 has room for them, and whether they are plain
+enough for kernels that never hold all scores of a query at once; each of these has further rules.
 """
 
 from __future__ import annotations

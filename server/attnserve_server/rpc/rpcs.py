@@ -151,8 +151,8 @@ class Rpcs:
         *roles: Role,
         one_at_a_time: bool = False,
     ) -> Handler:
-        """The handler of a unary RPC that is answered at once, or by a coroutine, with a message or with what it is
-        when serialised. `answer` may raise RequestError.
+        """The handler of a unary RPC that is answered at once, or by a coroutine, with a message, which may be
+        serialised already. `answer` may raise RequestError.
 
         It is for callers with one of the roles. If `one_at_a_time`, a caller's next call waits until gRPC has sent the
         reply to the one before: replies are long.

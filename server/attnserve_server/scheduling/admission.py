@@ -56,7 +56,9 @@ MOST_TOLD: Final = 1024
 
 
 class Told(NamedTuple):
-    """What a caller was told last, from which size on it holds for other requests, and `Pace.changes` then."""
+    """A refusal that also holds for a caller's next requests: those of at least `size` bytes, as long as nothing has
+    been learnt since, that is, while `Pace.changes` is the same.
+    """
 
     why: NoRoom
     size: int
@@ -123,8 +125,8 @@ class Admission:
 
     @property
     def longest_seconds(self) -> float:
-        """How long that may be at present, before more is refused: as long as it is, if more is refused already;
-        infinity is no bound.
+        """The most that `seconds` may be at present before more requests are refused; where they are refused already,
+        what it has come to. Infinity is no bound.
         """
         seconds, needed = self.seconds, self._needed_seconds
         none_stands = self._everybody.waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # as the next request finds
@@ -159,7 +161,7 @@ class Admission:
         return why
 
     def _lacks(self, caller: Hashable, size: int) -> NoRoom | None:
-        """What there is no room in for `size` more bytes of a caller."""
+        """What a caller is told for whose `size` more bytes there is no room; None if there is."""
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         if everybody.requests >= self._max_requests:
             return self._full("requests", self._max_requests)
@@ -178,8 +180,8 @@ class Admission:
         return None
 
     def _lacks_time(self, own: InFlight) -> NoRoom | None:
-        """What is told to a caller that would wait too long, both for all that waits and for its own requests alone at
-        one caller's equal share.
+        """What a caller is told that would wait too long; None if it would not. It would if all that waits takes too
+        long, and so do its own requests at an equal share of the device.
         """
         seconds, needed = self.seconds, self._needed_seconds
         if seconds < needed / 4:

@@ -37,7 +37,7 @@ class Run:
     begin: float
     end: float
     launched: bool = False
-    """Whether all that the device does for it was asked of it on the loop."""
+    """Whether it was launched on the loop, so that a thread only waits for it."""
 
 
 class Worker:
