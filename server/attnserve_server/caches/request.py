@@ -176,8 +176,9 @@ class CachedRequest(CacheWork):
         else:
             self.offsets = [0] * problem.batch
 
-    def but_for(self, sequences: Sequence[int], result: RequestResult) -> CachedRequest:
+    def but_for(self, sequences: Sequence[int], result: RequestResult | None) -> CachedRequest:
         """The request itself, to run once more in the same turn, with a result that lacks some sequences."""
+        assert result is not None
         self.unfinished = Unfinished(sequences, result)
         cost = not_finite_cost(self.whole_effort, len(sequences), self.problem.batch)
         self.extent = replace(self.extent, cost=cost)

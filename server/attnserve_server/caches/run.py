@@ -23,7 +23,7 @@ from attnserve_server.caches.scattered_requests import AlikeRequests, alike
 from attnserve_server.devices.batch import FEW_CALLS
 from attnserve_server.devices.results import ReplyTensors, put, results_of, tensors_of
 from attnserve_server.kernels import AttentionResult, widened
-from attnserve_server.requests.work import BatchResult, Finish, RequestResult, Work
+from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
 if TYPE_CHECKING:
     from attnserve_server.caches.request import CachedRequest
@@ -48,11 +48,7 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
     if device.native is None:
         return _run_on_tensors(pool, device, batch, after_appends - begin)
     found, broken = attend_requests(batch, pool, device.native)
-    again: dict[int, Work] = {}
-    for place, sequences in broken.items():
-        result = found[place]
-        assert result is not None
-        again[place] = batch[place].but_for(sequences, result)
+    again = {place: batch[place].but_for(sequences, found[place]) for place, sequences in broken.items()}
     compute = perf_counter() - after_appends
     rest = [request for request, result in zip(batch, found, strict=True) if result is None]
     if not rest:
