@@ -16,6 +16,7 @@ from conftest import opened_devices
 from device_bench import assert_batch_invariant, assert_matches_oracle, contents, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import kept_bytes
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices import DeviceError, open_device
@@ -134,6 +135,15 @@ def test_results_stay_as_they_are_when_more_is_computed(devices: dict[int, CpuDe
     before = contents(found)
     assert contents(devices[1].run([other]).results[0]) != before
     assert contents(found) == before
+
+
+def test_a_caller_slow_to_receive_a_reply_does_not_hold_those_of_others(devices: dict[int, CpuDevice]) -> None:
+    """Although requests that are alike are computed as one."""
+    batch = [messages.read(messages.random_attend(seed, 9, return_lse=True)) for seed in range(7)]
+    for result in devices[1].run(batch).results:
+        assert result.lse is not None
+        assert kept_bytes(result.output) <= 2 * (len(result.output) + len(result.lse))
+        assert kept_bytes(result.lse) <= 2 * (len(result.output) + len(result.lse))
 
 
 def test_threads_that_compute_what_is_alike_do_not_mix_it_up(devices: dict[int, CpuDevice]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from attnserve_server.devices.staging import TORCH, StagedCall
@@ -139,7 +140,10 @@ def rows_of(problem: Problem, span: Span) -> Rows:
 
 
 def rows_of_bytes(tensor: torch.Tensor, count: int) -> list[memoryview]:
-    """The bytes of a host tensor, packed, in `count` equal parts along its first axis."""
+    """The bytes of a host tensor, packed, in `count` equal parts along its first axis. Of more than two, each has
+    memory of its own, as in `_apart`.
+    """
     flat = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     size = len(flat) // count
-    return [flat[place * size : (place + 1) * size] for place in range(count)]
+    parts = [flat[place * size : (place + 1) * size] for place in range(count)]
+    return parts if count < 3 else [memoryview(np.array(part)) for part in parts]  # type: ignore[arg-type]
