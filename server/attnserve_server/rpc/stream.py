@@ -66,8 +66,8 @@ class Streams:
     max_unanswered: int
     """Nothing is read from a stream that has more calls than this unanswered."""
     max_shared_bytes: int
-    """A longer message is kept by no call that is less than half of it: such calls have copies. Otherwise a few bytes,
-    for which there is room, could keep a message of any length in memory for as long as they wait.
+    """A longer message is kept by no call that is less than a third of it: such calls have copies. Otherwise a few
+    bytes, for which there is room, could keep a message of any length in memory for as long as they wait.
     """
     endings: Endings
     """Takes note of how calls end."""
@@ -281,7 +281,7 @@ class CallStream:
         size = end_at - begin_at
         if (refusal := self._engine.refusal(self._caller.share, size)) is not None:
             return refusal
-        if 2 * size < len(message) > self._streams.max_shared_bytes:
+        if 3 * size < len(message) > self._streams.max_shared_bytes:
             message, begin_at, end_at = message[begin_at:end_at], 0, size
         request = self._streams.readers[call.operation](self._caller, message, begin_at, end_at)
         if self._learns and self._fast_path is not None:
