@@ -16,9 +16,6 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_server import MONITORING, RULES, promtool
 
-from attnserve._commands import top_figures
-from attnserve_server.scheduling.admission import ALWAYS_WAIT
-
 OPERATIONS = (MONITORING.parents[1] / "docs" / "operations.md").read_text("utf-8")
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
 RECORDS = [rule for group in RULES["groups"] for rule in group["rules"] if "record" in rule]
@@ -46,14 +43,6 @@ def test_error_ratios_differ_in_their_windows_only() -> None:
     ratios = [rule["expr"] for rule in RECORDS if rule["record"].startswith("attnserve:errors:ratio_rate")]
     assert len(ratios) == 7
     assert len({re.sub(r"\[\w+\]", "", ratio) for ratio in ratios}) == 1
-
-
-def test_what_counts_as_a_queue_is_what_the_server_counts_as_one() -> None:
-    """Fewer requests are never refused for the time that they wait, and that time says nothing."""
-    assert top_figures.FEWEST_IN_QUEUE == ALWAYS_WAIT
-    for name in ("rules.yaml", "dashboard.json"):
-        found = re.findall(r"attnserve_queue_requests[^>]*>=? bool (\d+)", (MONITORING / name).read_text("utf-8"))
-        assert found == [str(ALWAYS_WAIT)], name
 
 
 @pytest.mark.parametrize("name", ALERTS)

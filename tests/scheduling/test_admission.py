@@ -163,12 +163,31 @@ def test_some_may_wait_however_slow_they_are() -> None:
     assert refused(admission, 1, 1).bound == "queue_time"
 
 
-def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
-    """However slow that is beside all that came before: then both wait equally long, each at half of the device."""
+def after_quick_ones() -> OpenAdmission:
+    """An admission for which most requests have been quick, and requests of a kind of their own slow: 5 s each."""
     admission = OpenAdmission(10**6, 10**9, 10**18, max_queue_time=1.0)
     for kind, seconds in (("slow", 5.0), ("", 0.01)):
         for _ in range(200):
             admission.pace.learn(work(1, 10**9, kind), seconds)
+    return admission
+
+
+def test_slow_requests_fill_the_bound_one_after_another() -> None:
+    """As operators see it (attnserve_in_flight_limit), whether or not some of those that count are being computed."""
+    admission = after_quick_ones()
+    for number in range(1, ALWAYS_WAIT + 1):
+        admission.admit(ME, 1, 10**9, kind="slow")
+        assert admission.seconds / admission.longest_seconds == pytest.approx(number / ALWAYS_WAIT)
+    with pytest.raises(Overloaded):
+        admission.admit(ME, 1, 10**9, kind="slow")
+    for left in range(ALWAYS_WAIT - 1, 0, -1):
+        admission.computed(ME, 1, 10**9, kind="slow")
+        assert admission.seconds / admission.longest_seconds == pytest.approx(left / ALWAYS_WAIT)
+
+
+def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
+    """However slow that is beside all that came before: then both wait equally long, each at half of the device."""
+    admission = after_quick_ones()
     for caller, count in ((ME, ALWAYS_WAIT), (OTHER, ALWAYS_WAIT // 2)):
         for _ in range(count):
             admission.admit(caller, 1, 10**9, kind="slow")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from attnserve._commands.reading import Reading
 
@@ -16,9 +16,6 @@ _ERRORS = ("INTERNAL", "UNAVAILABLE")
 _REQUESTS = "attnserve_requests_total"
 _DURATION = "attnserve_request_duration_seconds"
 _PHASES = "attnserve_request_phase_duration_seconds"
-
-FEWEST_IN_QUEUE: Final = 16
-"""Fewer requests may wait however long they take: the bound on time is for queues."""
 
 Rates: TypeAlias = dict[str, float]
 """Values other than 0, by name, the largest first."""
@@ -59,11 +56,7 @@ class Load:
     @property
     def fullest(self) -> tuple[str, float]:
         """The bound that is closest to being reached, and the share of it that is used."""
-        parts = {
-            bound: self.in_flight.get(bound, 0.0) / limit
-            for bound, limit in self.limits.items()
-            if bound != "seconds" or self.queue_requests >= FEWEST_IN_QUEUE
-        }
+        parts = {bound: self.in_flight.get(bound, 0.0) / limit for bound, limit in self.limits.items()}
         return max(parts.items(), key=lambda item: item[1], default=("", math.nan))
 
 

@@ -128,8 +128,11 @@ class Admission:
         """The most that `seconds` may be at present before more requests are refused; where they are refused already,
         what it has come to. Infinity is no bound.
         """
-        seconds, needed = self.seconds, self._needed_seconds
-        none_stands = self._everybody.waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # as the next request finds
+        waiting, seconds, needed = self._everybody.waiting, self.seconds, self._needed_seconds
+        none_stands = waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # as the next request finds
+        if waiting < ALWAYS_WAIT:
+            # However slow they are, more may wait: as many like them as are missing.
+            needed = max(needed, seconds * ALWAYS_WAIT / max(waiting, 1))
         if none_stands or self._max_queue_time == inf:
             return max(needed, self._max_queue_time)
         return max(seconds, self._longest(seconds, needed))
