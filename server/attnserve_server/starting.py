@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from attnserve_server.host import standard_output
 from attnserve_server.host.allocator import keep_one_heap
 from attnserve_server.observability import logs
 from attnserve_server.settings import command_line
@@ -39,6 +40,7 @@ def _for_good() -> Iterator[None]:
 
 def start(arguments: Sequence[str]) -> int:
     """Runs the server until it is told to stop, and returns the exit status."""
+    standard_output.occupy_closed()
     keep_one_heap()  # before there are threads, of which the log has the first
     log_format = command_line.log_format(arguments, os.environ)
     logs.configure("info", log_format)

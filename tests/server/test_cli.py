@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import POOL
+from conftest import POOL, STARTUP_S
 from environment import ENVIRONMENT, run_without_the_extra
 from loopback import loopback
 
+from attnserve import Client
 from attnserve._commands import connection_flags
 from attnserve_server import __version__
 from attnserve_server.settings import command_line
@@ -194,6 +195,20 @@ def test_what_cannot_be_said_keeps_no_server_from_serving() -> None:
         process.send_signal(signal.SIGTERM)  # whether it serves yet or not
         assert process.wait(60) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_without_standard_streams_it_serves_and_ends_well(tmp_path: Path) -> None:
+    """As whatever starts it without a terminal may have closed them."""
+    listen = f"unix:{tmp_path}/socket"
+    command = [sys.executable, "-m", "attnserve_server", "--listen", listen, "--http-listen", "127.0.0.1:0", *POOL]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    with subprocess.Popen([*shell, *command], env=ENVIRONMENT) as process, Client(listen) as client:
+        try:
+            client.wait_until_ready(timeout=STARTUP_S)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_names_that_cannot_be_said_keep_no_server_from_serving(

@@ -1,4 +1,5 @@
-"""Standard output that cannot be written any more: the disk is full, or the reader of a pipe has gone.
+"""Standard output that cannot be written any more: the disk is full, or the reader of a pipe has gone. Standard streams
+that were closed from the start.
 
 In: the error. Out: a line that says so. Whoever prints catches every OSError, and decides whether that matters.
 """
@@ -7,6 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Final
+
+_STANDARD_ERROR: Final = 2
+
+
+def occupy_closed() -> None:
+    """Has those of the process's standard streams that are closed lead nowhere. Otherwise sockets would get their
+    numbers: what a library writes to standard error would go to a caller, and libuv, which is to close one of them in
+    the end, aborts the process.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        pass
+    os.close(descriptor)
 
 
 def give_up(error: OSError) -> str:
