@@ -22,7 +22,10 @@ from attnserve import TLS, AttnServeError, Client
 from attnserve.v1 import attention_pb2, attention_pb2_grpc, tensor_pb2
 from attnserve_server.access.tokens import digest, format_hash, new_token
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+TEXT, OPERATIONS = (
+    (Path(__file__).resolve().parents[2] / "docs" / f"{name}.md").read_text("utf-8")
+    for name in ("troubleshooting", "operations")
+)
 ONE = np.zeros((1, 1, 2), np.float32)
 
 Attempt = Callable[[], object]
@@ -168,6 +171,8 @@ def test_a_server_without_file_descriptors(tmp_path: Path) -> None:
     assert unknown("The server's log says", [log]) == []
     assert "Traceback" not in log
     assert log.count("no connection can be accepted") < 20  # one a second; at once, a hundred cannot be
+    (told,) = re.findall("does not answer scrapes.+`(no connection[^`]+)`", OPERATIONS)  # Prometheus is not answered
+    assert told in log
 
 
 def test_servers_that_do_not_start(server: Server) -> None:
