@@ -4,6 +4,7 @@ workloads, services, ports, image tags, labels.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from manifests import DEPLOY, ROOT, Rendered, combine, needs_kubectl, render
+from test_render import fault
 
 pytestmark = needs_kubectl
 
@@ -183,3 +185,20 @@ def test_a_setting_of_a_component_can_be_patched_as_the_guide_says() -> None:
     (patches,) = (block for block in blocks if "patches" in block)
     found: dict[str, Any] = combine("gpu", more=patches).environment
     assert found["ATTNSERVE_CACHE_BYTES"] == "40GiB" != combine("gpu").environment["ATTNSERVE_CACHE_BYTES"]
+
+
+def test_traces_leave_a_pod_as_the_page_about_them_says() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/tracing.md"], re.DOTALL)
+    for names in ((), ("stateful", "tls")):
+        rendered = combine(*names, more=yaml.safe_load(block))
+        endpoint = re.fullmatch(r"http://\w+\.(\w+):(\d+)", rendered.config.tracing_endpoint)
+        assert endpoint is not None
+        (policy,) = rendered.of_kind("NetworkPolicy")
+        assert fault(json.dumps(policy)) is None
+        assert "Egress" in policy["spec"]["policyTypes"]
+        lookups, collector = policy["spec"]["egress"]
+        assert {(port["port"], port["protocol"]) for port in lookups["ports"]} == {(53, "UDP"), (53, "TCP")}
+        (peer,) = collector["to"]
+        assert peer == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": endpoint[1]}}}
+        assert collector["ports"] == [{"port": int(endpoint[2]), "protocol": "TCP"}]
+        assert policy["spec"]["ingress"] == combine(*names).of_kind("NetworkPolicy")[0]["spec"]["ingress"]
