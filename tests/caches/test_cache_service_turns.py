@@ -1,4 +1,4 @@
-"""Lists and deletions of many caches: others get their turns in between.
+"""Lists and deletions of many caches: others get their turns in between. And what a list says is free.
 
 `CacheService` is served in this process, so that its patience can be set and the order of what it does recorded.
 """
@@ -18,6 +18,7 @@ from stores import SHAPE, append, store_of
 
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import CacheHost
 from attnserve_server.rpc import cache_service
@@ -118,3 +119,21 @@ async def test_a_cache_that_goes_while_others_are_listed_is_not_in_the_list(monk
         reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)
         assert len(reply.caches) == CACHES - 1
         assert last.name not in [cache.name for cache in reply.caches]
+
+
+async def test_what_is_promised_to_others_is_not_listed_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list says as much as a refusal does."""
+    async with Served(monkeypatch, PATIENCE_S) as served:
+        store = served.store
+        first, second, *rest = store.list(None, 0.0)
+        for cache in rest[:3]:
+            store.delete(cache)
+        waiting = store.reserve([(first, 0, 8)], 0.0)
+        with pytest.raises(CacheFull) as refused:
+            store.reserve([(second, 0, 8)], 0.0)
+        reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)
+        assert reply.free_bytes == store.page_bytes
+        assert refused.value.metadata["free_bytes"] == str(reply.free_bytes)
+        store.cancel(waiting)
+        reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)
+        assert reply.free_bytes == 3 * store.page_bytes

@@ -105,7 +105,7 @@ class CachePool:
 
     - `caches`: the caches, in order of creation.
     - `bytes`: the bytes of the pool.
-    - `free_bytes`: of these, the bytes that are free.
+    - `free_bytes`: of these, the bytes that are free and not promised to appends in flight.
     """
 
     caches: tuple[CacheInfo, ...]

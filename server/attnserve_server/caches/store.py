@@ -58,6 +58,11 @@ class CacheStore(Register):
         return self._allocator.reserved
 
     @property
+    def free_bytes(self) -> int:
+        """The bytes of the pages that are free and not promised: what is left for others."""
+        return self._allocator.available * self.page_bytes
+
+    @property
     def used_bytes(self) -> int:
         """The bytes of the pages that caches hold; shared pages count once."""
         return self._allocator.used * self.page_bytes

@@ -252,13 +252,12 @@ class Caches:
         ):
             yield CounterMetricFamily(f"attnserve_cache_{name}", help, value)
         reserved = store.reserved_pages * store.page_bytes
-        free = store.free_pages * store.page_bytes - reserved
         yield _labelled(
             GaugeMetricFamily,
             "attnserve_cache_pool_bytes",
             "The pool of the caches: free, reserved for appends in flight, or used; what is shared counts once.",
             "state",
-            (("free", free), ("reserved", reserved), ("used", store.used_bytes)),
+            (("free", store.free_bytes), ("reserved", reserved), ("used", store.used_bytes)),
         )
         yield _labelled(
             CounterMetricFamily,

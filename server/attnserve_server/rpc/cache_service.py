@@ -92,8 +92,7 @@ class CacheService:
             async for cache in found
             if not cache.gone
         ]
-        free_bytes = store.free_pages * store.page_bytes
-        sizes = pb.CacheServiceListResponse(pool_bytes=store.pool_bytes, free_bytes=free_bytes)
+        sizes = pb.CacheServiceListResponse(pool_bytes=store.pool_bytes, free_bytes=store.free_bytes)
         return b"".join((*caches, sizes.SerializeToString()))
 
     async def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
