@@ -127,6 +127,23 @@ def test_what_a_truncation_will_give_back_can_be_promised() -> None:
         store.cancel(reservation)
 
 
+def test_what_a_truncation_gives_back_is_kept_for_those_who_wait_behind_it() -> None:
+    """Others that arrive before their turn do not get it: what has been admitted does not fail for lack of room."""
+    store = store_of(4)
+    cache, other = (store.create(SHAPE, None, 0.0) for _ in range(2))
+    append(store, cache, 16)
+    cut, behind = store.wait_to_cut(cache, 4), store.reserve([(cache, 0, 12)], 0.0)
+    assert store.reserved_pages == 0
+    store.truncate(cache, 4, cut)
+    store.cancel(cut)
+    assert store.reserved_pages == 3
+    with pytest.raises(CacheFull):
+        store.reserve([(other, 0, 1)], 0.0)
+    store.place(behind, 0.0)
+    store.cancel(behind)
+    assert (cache.lengths, other.lengths, store.reserved_pages) == ([16], [0], 0)
+
+
 def test_who_appends_behind_a_fork_is_promised_the_copy_of_a_page() -> None:
     store = store_of(3)
     cache = store.create(SHAPE, None, 0.0)
