@@ -348,6 +348,15 @@ class StoreMachine(World, RuleBasedStateMachine):
         assert sum(self.store.bytes_of_owners(-1.0).values()) == pages * PAGE_BYTES
         assert len(self.store) == len(self.present()) <= MAX_CACHES
 
+    @invariant()
+    def those_who_wait_are_promised_what_they_will_take(self) -> None:
+        """Whatever others do until their turn, unless what waits ahead of them has not happened."""
+        for model in self.models:
+            line = self.foreseen(model)
+            if line and not any(operation.surprised for operation in line):
+                for layer in range(LAYERS):
+                    assert model.cache.layers[layer].promised >= self.pages_to_come(model, layer, line)
+
     def teardown(self) -> None:
         """When all operations are over, everything is free."""
         for operation in self.operations:
@@ -395,6 +404,7 @@ def test_a_long_walk(seed: int) -> None:
         machine.the_free_is_somebody_elses()
         machine.caches_have_their_tokens()
         machine.every_page_is_accounted_for()
+        machine.those_who_wait_are_promised_what_they_will_take()
     assert machine.store.counts.appends > 300
     assert machine.store.counts.forks > 50
     machine.teardown()
