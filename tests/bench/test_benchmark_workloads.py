@@ -129,9 +129,10 @@ def test_what_the_service_refuses_is_counted_whatever_calls_it(name: str, start_
             assert way.refused.total() > 0
 
 
-def test_memory_of_requests_that_wait_is_at_least_theirs(server: Server) -> None:
+def test_memory_of_requests_that_wait_is_at_least_theirs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     if Running(server.address, (psutil.Process(server.process.pid),)).own_bytes() is None:
         pytest.skip("the system does not tell a process' own memory")
+    monkeypatch.setattr("benchmarks.waiting.RUNS", 1)
     with asyncio.Runner() as loop:
         found = waiting(loop, ["--device", "cpu"], sizes=[1 << 20], total=32 << 20)
     assert [(each.way, each.requests) for each in found] == [("attnserve, stream", 32), ("attnserve, unary", 32)]
