@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from binding import Call, assert_right, attend, each_instructions
+from binding import Call, assert_right, attend, each_instructions, paged
 from bits import assert_same_bits
 from hypothesis import assume, given
 from oracle import Array
@@ -121,3 +121,38 @@ def test_causal_rows_before_a_nan_keep_it_out(instructions: str) -> None:
     assert not attend(library, [changed])[0].finite
     before = replace(changed, query=call.query[:, :29])
     assert_right(before, attend(library, [before])[0])
+
+
+@each_instructions
+@pytest.mark.parametrize("rows", [1, 8, 40])  # few at once; many; and more than keys are divided into ranges for
+@pytest.mark.parametrize(("page_tokens", "keys", "left"), [(16, 128, 80), (16, 140, 90), (1024, 6144, 3100)])
+def test_what_only_another_call_reaches_in_shared_pages_stays_out(
+    instructions: str, page_tokens: int, keys: int, left: int, rows: int
+) -> None:
+    """Calls that share pages meet these together; with 6144 keys, they have several ranges of them."""
+    numbers, library = np.random.default_rng(keys), Library(instructions)
+    query, key, value = (normal(numbers, (1, length, 16)) for length in (rows, keys, keys))
+    far = Call(query, key, value, offset=keys - rows, left=left, right=0)
+    few = keys // 2
+    near = Call(query, key[:, :few], value[:, :few], offset=few - rows, left=left, right=0)
+    unreached = keys - rows - left - 1  # by far, but near reaches it
+    spoilt = value.copy()
+    spoilt[:, unreached] = np.nan
+    order = range(-(-keys // page_tokens))
+    first = paged(replace(far, value=spoilt), page_tokens, order)
+    pages = -(-few // page_tokens)
+    second = replace(
+        near,
+        value=spoilt[:, :few],
+        page_tokens=page_tokens,
+        key_pages=first.key_pages[:pages],
+        value_pages=first.value_pages[:pages],
+        shared=pages,
+    )
+    assert unreached < few // page_tokens * page_tokens  # in a page that both are known to have all of
+    of_far, of_near = attend(library, [first, second])
+    assert not of_near.finite
+    (alone,) = attend(library, [paged(far, page_tokens, order)])
+    assert_right(far, of_far)
+    assert_same_bits(of_far.output, alone.output)
+    assert_same_bits(of_far.lse, alone.lse)
