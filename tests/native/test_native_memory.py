@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from binding import needs_native
-from sanitized import build, run, runtime
+from sanitized import HERE, build, run, runtime
 
 from attnserve_server.native import library
 
@@ -28,9 +28,12 @@ def test_without_memory_a_product_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library built with the sanitizers for addresses and for undefined behaviour."""
+    """The library built with the sanitizers for addresses and for undefined behaviour, and with allocations that can be
+    made to fail.
+    """
     flags = "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    return build(tmp_path_factory.mktemp("sanitized"), *flags)
+    failing = str(HERE / "allocations.c"), "-Wl,--wrap=malloc,--wrap=aligned_alloc,--wrap=free"
+    return build(tmp_path_factory.mktemp("sanitized"), *flags, *failing)
 
 
 needs_sanitizers = pytest.mark.skipif(
@@ -41,7 +44,10 @@ needs_sanitizers = pytest.mark.skipif(
 
 @needs_native
 @needs_sanitizers
-@pytest.mark.parametrize(("script", "count"), [("guarded.py", 150), ("dismissed.py", 40), ("stepping_decoders.py", 20)])
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [("guarded.py", 150), ("dismissed.py", 40), ("stepping_decoders.py", 20), ("failing_allocations.py", 2)],
+)
 def test_sanitizers_find_nothing(sanitized: Path, script: str, count: int) -> None:
     preloaded = f"{runtime('libasan.so')} {runtime('libubsan.so')}"
     run(script, sanitized, count, LD_PRELOAD=preloaded, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")
