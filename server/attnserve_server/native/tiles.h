@@ -118,10 +118,10 @@ INLINE void ask_for(struct ahead ahead, int64_t row) {
     for (int64_t at = 0; at < ahead.width; at += 64) __builtin_prefetch(from + at);
 }
 
-/* tile_outputs for few rows: every other key goes to a second sum, since a single one would stall on itself; if
-   `first_apart`, the first key does. A key's sum follows from its place in its block, wherever the reach begins. */
-INLINE void few_outputs(int rows, int vectors, int first_apart, const float *weights, const float *fades,
-                        const float *values, int64_t n, int64_t stride, float *outputs, struct ahead ahead) {
+/* tile_outputs for few rows: every other key goes to a second sum, since a single one would stall on itself. In the block
+   in which a row's reach begins there is no output yet: it makes no difference there which key goes to which of them. */
+INLINE void few_outputs(int rows, int vectors, const float *weights, const float *fades, const float *values, int64_t n,
+                        int64_t stride, float *outputs, struct ahead ahead) {
     vec sums[FEW_ROWS][FEW_VECTORS], others[FEW_ROWS][FEW_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) {
         vec fade = vset(fades[r]);
@@ -131,12 +131,6 @@ INLINE void few_outputs(int rows, int vectors, int first_apart, const float *wei
         }
     }
     int64_t j = 0;
-    if (first_apart && n > 0) {
-        UNROLL for (int c = 0; c < vectors; c++)
-            UNROLL for (int r = 0; r < rows; r++)
-                others[r][c] = vfma(vset(weights[r * BLOCK]), vload(values + c * V), others[r][c]);
-        j = 1;
-    }
     for (; j + 2 <= n; j += 2) {
         ask_for(ahead, j);
         ask_for(ahead, j + 1);
@@ -251,13 +245,13 @@ static void add_outputs(int few, int rows, const float *weights, const float *fa
     int64_t c = 0;
     if (NARROW_TILES && few && rows == 1 && !ahead.rows)
         for (; c + FEW_VECTORS * V <= stride; c += FEW_VECTORS * V)
-            few_outputs(1, FEW_VECTORS, from % 2, weights, fades, values + c, n, stride, outputs + c, NOTHING);
+            few_outputs(1, FEW_VECTORS, weights, fades, values + c, n, stride, outputs + c, NOTHING);
     for (; c < stride; c += TILE_VECTORS * V) {
         int64_t vectors = least(TILE_VECTORS, (stride - c) / V);
         if (few && ahead.rows)
-            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, ahead)
+            FOR_FEW(rows, vectors, few_outputs, weights, fades, values + c, n, stride, outputs + c, ahead)
         else if (few)
-            FOR_FEW(rows, vectors, few_outputs, from % 2, weights, fades, values + c, n, stride, outputs + c, NOTHING)
+            FOR_FEW(rows, vectors, few_outputs, weights, fades, values + c, n, stride, outputs + c, NOTHING)
         else
             FOR_TILE(rows, vectors, tile_outputs, weights, fades, values + c, n, stride, outputs + c)
         ahead.rows = NULL;
