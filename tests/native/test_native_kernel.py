@@ -123,6 +123,10 @@ def test_rows_with_nothing_to_attend_are_zeros(instructions: str, length: int) -
         assert outcome.finite
         assert not outcome.output.any()
         np.testing.assert_allclose(outcome.lse, np.repeat([[0.5], [-2.0]], length, 1), atol=1e-6)
+        (outcome,) = attend(library, [replace(empty, sinks=np.full(2, -np.inf, np.float32))])
+        assert outcome.finite
+        assert not outcome.output.any()
+        assert np.isneginf(outcome.lse).all()
 
 
 @each_instructions
@@ -213,3 +217,6 @@ def test_excluded_by_a_bias_is_not_excluded_by_a_mask(instructions: str) -> None
     bias[0, 1] = -np.inf
     assert not attend(library, [replace(call, bias=bias)])[0].finite
     assert attend(library, [replace(call, bias=bias, mask=np.array([[[True], [False]]]))])[0].finite
+    mask = np.ones((1, 1, 70), np.bool_)
+    mask[..., :3] = False  # and the biases of all others are -inf
+    assert not attend(library, [replace(call, bias=bias, mask=mask)])[0].finite

@@ -106,14 +106,31 @@ def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> 
     query, key, value = (normal(numbers, (2, length, 16)) for length in (1, 3 * RANGE, 3 * RANGE))
     window = Call(query, key, value, offset=RANGE + 500, left=700, right=0)  # in two of three ranges
     nothing = replace(window, offset=10**6)
+    behind = replace(window, offset=3 * RANGE + 700)  # its reach would begin with the next range
     sinks = replace(nothing, sinks=np.array([0.0, 1.0], np.float32))
     mask = np.zeros((1, 1, 3 * RANGE), np.bool_)
     mask[..., 2 * RANGE + 7] = True
     one_key = Call(query, key, value, mask=mask)
     far = Call(query, key, value, offset=3 * RANGE, slopes=np.array([0.5, 3.0], np.float32))  # first keys weigh nothing
-    for call in (window, nothing, sinks, one_key, far):
+    for call in (window, nothing, behind, sinks, one_key, far):
         (outcome,) = attend(library, [call], 3)
         assert_right(call, outcome)
+
+
+@each_instructions
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_range_whose_scores_are_all_excluded_by_a_bias_has_been_reached(instructions: str, masked: int) -> None:
+    """Its weights are not 0 but do not exist, whether the other range, which a mask excludes, comes before it or after."""
+    numbers = np.random.default_rng(1)
+    query, key, value = (normal(numbers, (2, length, 16)) for length in (1, 2 * RANGE, 2 * RANGE))
+    mask, bias = np.ones((1, 1, 2 * RANGE), np.bool_), np.zeros((1, 1, 2 * RANGE), np.float32)
+    mask[..., masked * RANGE : (masked + 1) * RANGE] = False
+    bias[..., (1 - masked) * RANGE : (2 - masked) * RANGE] = -np.inf
+    excluded, unmasked, unbiased = attend(
+        Library(instructions),
+        [Call(query, key, value, mask=mask, bias=bias), Call(query, key, value, bias=bias), Call(query, key, value)],
+    )
+    assert [excluded.finite, unmasked.finite, unbiased.finite] == [False, True, True]
 
 
 @each_instructions

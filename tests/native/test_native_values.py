@@ -78,11 +78,12 @@ def test_what_is_attended_is_told_of(instructions: str, random: Random) -> None:
 
 
 @each_instructions
+@pytest.mark.parametrize("keys", [1, 70])  # if the only score is -inf, there is no weight
 @pytest.mark.parametrize("length", [1, 2, 40])
 @pytest.mark.parametrize("bad", BAD)
-def test_infinite_scores_are_right_or_told_of(instructions: str, bad: float, length: int) -> None:
+def test_infinite_scores_are_right_or_told_of(instructions: str, bad: float, length: int, keys: int) -> None:
     numbers, library = np.random.default_rng(0), Library(instructions)
-    call = Call(*(normal(numbers, (2, count, 16)) for count in (length, 70, 70)))
+    call = Call(*(normal(numbers, (2, count, 16)) for count in (length, keys, keys)))
     for name in ("query", "key"):
         altered = getattr(call, name).copy()
         altered[1, 0, 3] = bad
@@ -108,6 +109,18 @@ def test_options_that_are_no_numbers_are_told_of(instructions: str, name: str, l
         altered[(1, 0, 3) if name == "bias" else 1] = bad
         # An infinite slope excludes all but the key at distance 0, where 0 * inf is NaN.
         assert not attend(library, [replace(call, **{name: altered})])[0].finite
+
+
+@each_instructions
+@pytest.mark.parametrize("length", [1, 40])
+def test_an_lse_beyond_float32_is_told_of(instructions: str, length: int) -> None:
+    numbers, library = np.random.default_rng(0), Library(instructions)
+    call = Call(*(normal(numbers, (2, count, 16)) for count in (length, 70, 70)))
+    finite = [
+        attend(library, [replace(call, slopes=np.array([slope, 0.0], np.float32))])[0].finite
+        for slope in (-1e36, -1e37)
+    ]
+    assert finite == [True, False]  # the first query is at most 69 away from a key
 
 
 @each_instructions
