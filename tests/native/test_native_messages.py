@@ -105,6 +105,8 @@ def test_references_to_caches_are_read_as_everybody_reads_them_or_not_at_all(
         ("a name behind the layer", b"\x10\x01\x0a\x01x"),
         ("a field that nobody knows", b"\x0a\x01x\x28\x01"),
         ("a name longer than all", b"\x0a\x7fx"),
+        ("a piece of an append's id", b"\x0a\x01x\x21\x01\x02"),
+        ("an append's id of 0 that is said", b"\x0a\x01x\x21" + bytes(8)),
     ],
 )
 def test_references_that_are_unusual_are_for_others(
@@ -156,6 +158,61 @@ def test_a_call_without_an_id_or_time_or_with_a_trace_is_for_others(native: Mess
     else:
         call.traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     assert native.read_message(message.SerializeToString(), MOST).requests == 0
+
+
+def test_a_timeout_that_is_none_is_for_others(native: Messages) -> None:
+    """Such as one with a whole second of nanoseconds, which the ordinary path refuses."""
+    random = Random(5)
+    message = random_message(random, known_requests(random, native, 1), 1)
+    found = []
+    for nanos in (999_999_999, 1_000_000_000):
+        message.calls[0].timeout.nanos = nanos
+        found.append(native.read_message(message.SerializeToString(), MOST).requests)
+    assert found == [1, 0]
+
+
+def test_a_request_of_nothing_is_unknown(native: Messages) -> None:
+    known_requests(Random(6), native, 1)
+    message = pb.AttendStreamRequest(calls=[pb.AttendStreamCall(id=1, attend=pb.AttendRequest())])
+    assert native.read_message(message.SerializeToString(), MOST).requests == -1
+    assert native.read_request(b"").requests == -1
+
+
+@pytest.mark.parametrize("bits", [*range(1, 64, 7), 55, 56, 62, 63, 64])
+def test_ids_of_any_size_are_answered_or_for_others(native: Messages, device: CpuDevice, bits: int) -> None:
+    random = Random(7)
+    message = random_message(random, known_requests(random, native, 1), 1)
+    for call_id in {1 << bits - 1, (1 << bits) - 1}:
+        message.calls[0].id = call_id
+        found = assert_reads_as_others_do(native, device, message.SerializeToString())
+        assert found == 1 or (found == 0 and bits > 56)
+
+
+def test_numbers_that_take_more_bytes_than_they_need_are_for_others(native: Messages) -> None:
+    random = Random(8)
+    message = random_message(random, known_requests(random, native, 1), 1)
+    message.calls[0].id = 1
+    tag, usual = message.SerializeToString()[:1], message.calls[0].SerializeToString()
+    found = []
+    for number in (b"\x01", b"\x81\x00", b"\x81\x80\x00"):
+        call = usual[:1] + number + usual[2:]
+        assert len(call) < 128
+        found.append(native.read_message(tag + bytes([len(call)]) + call, MOST).requests)
+    assert found == [1, 0, 0]
+
+
+def test_results_are_written_nowhere_else(native: Messages) -> None:
+    """Not even an lse that was not asked for."""
+    memory = np.frombuffer(native._results_memory, np.uint8)
+    for return_lse in (False, True):
+        message = messages.random_attend(0, batch=2, return_lse=return_lse).SerializeToString()
+        assert learn(native, message)
+        memory[...] = 0xA5
+        asked = native.read_request(message)
+        native.compute(asked.effort, 0, 0, 0)
+        begin = native._results_at - memory.ctypes.data
+        assert (memory[begin + asked.result_bytes :] == 0xA5).all()
+        assert (memory[begin : begin + asked.result_bytes] != 0xA5).any()
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

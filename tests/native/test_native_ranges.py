@@ -120,7 +120,7 @@ def test_ranges_in_which_nothing_is_reached_weigh_nothing(instructions: str) -> 
 @each_instructions
 @pytest.mark.parametrize("masked", [0, 1])
 def test_a_range_whose_scores_are_all_excluded_by_a_bias_has_been_reached(instructions: str, masked: int) -> None:
-    """Its weights are not 0 but do not exist, whether the other range, which a mask excludes, comes before it or after."""
+    """Its weights are not 0 but do not exist, whether the other range, which is masked, comes before it or after."""
     numbers = np.random.default_rng(1)
     query, key, value = (normal(numbers, (2, length, 16)) for length in (1, 2 * RANGE, 2 * RANGE))
     mask, bias = np.ones((1, 1, 2 * RANGE), np.bool_), np.zeros((1, 1, 2 * RANGE), np.float32)
