@@ -149,12 +149,12 @@ class _Maker:
         units = activated(name, units[:, :hidden]) * (units[:, hidden:] if gated else 1.0)
         return Forward(before, up, name, gated, down, behind), normed(behind, rows + apply_down(units))
 
-    def turnings(self) -> tuple[Turning, Turning | None]:
-        """Rotations of queries and perhaps of keys, in rows of 144 columns."""
+    def turnings(self) -> tuple[Turning | None, Turning | None]:
+        """Rotations of queries, of keys, or of both, in rows of 144 columns."""
         head_dim = self.random.choice((16, 48, 72))
         across, interleaved = 2 * self.random.randint(1, head_dim // 2), self.random.random() < 0.5
         query, key = (Turning(at, 72 // head_dim, head_dim, across, interleaved) for at in (0, 72))
-        return query, key if self.random.random() < 0.7 else None
+        return self.random.choice(((query, key), (query, key), (query, None), (None, key)))
 
 
 def random_passage(
@@ -180,10 +180,10 @@ def random_passage(
         ready = apply(ready)
         if random.random() < 0.6:
             turnings = make.turnings()
-            rotations = torch.from_numpy(make.laid(count, turnings[0].width, dtype=FLOAT))
-            for each in turnings:
-                if each is not None:
-                    turned(each, ready, rotations.numpy().astype(np.float64))
+            given = [each for each in turnings if each is not None]
+            rotations = torch.from_numpy(make.laid(count, given[0].width, dtype=FLOAT))
+            for each in given:
+                turned(each, ready, rotations.numpy().astype(np.float64))
     passage = Passage(
         width=make.width,
         dtype=rows.dtype,
