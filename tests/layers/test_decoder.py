@@ -73,10 +73,11 @@ def test_one_call_has_the_bits_of_all_other_ways(devices: Devices, seed: int) ->
     assert all(succeeded for _, succeeded in ways[0].stepped)
 
 
+@pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("dtype", NATIVE)
-def test_chunks_are_the_whole(devices: Devices, tensor_devices: Devices, dtype: Dtype) -> None:
-    """That of the same parameters in float64, by torch."""
-    architecture = decoder(blocks=3)
+def test_chunks_are_the_whole(devices: Devices, tensor_devices: Devices, dtype: Dtype, projected: bool) -> None:
+    """That of the same parameters in float64, by torch. What heads give may be projected, or be added as it is."""
+    architecture = decoder(blocks=3, output=projected, output_bias=projected)
     rows = make.random_rows(40, 32, 3, dtype)
     exact = make.random_parameters(architecture, 1, dtype)
     doubles = {name: tensor.double() for name, tensor in exact.items()}
