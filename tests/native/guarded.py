@@ -32,10 +32,13 @@ from random_messages import (
 from random_multi_heads import random_multi_head
 from random_passages import random_passage
 from random_products import random_product
-from stepping import Stepping
+from stepping import Stepping, step
 
+from attnserve import _wire
+from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.native import library
+from attnserve_server.native.layouts import MOST_RESULT_BYTES
 from attnserve_server.native.messages import Messages
 from attnserve_server.native.multi_head import MultiHeads
 from attnserve_server.native.passages import Passages
@@ -65,6 +68,12 @@ class Guarded:
         copy: Array = np.ndarray((len(page), tokens, page.shape[2]), page.dtype, memory.data, offset, page.strides)
         copy[...] = page[:, :tokens]
         return copy
+
+    def message(self, message: bytes) -> ctypes.c_char_p:
+        """A copy of a message, which no 0 follows."""
+        memory, offset = self._memory(len(message), NAN_BYTE)
+        memory[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
+        return ctypes.c_char_p(memory.ctypes.data + offset)
 
     def _memory(self, size: int, fill: int) -> tuple[Array, int]:
         """Pages that hold `size` bytes, and the offset at which these begin."""
@@ -99,6 +108,28 @@ class Guarded:
         return replace(call, key_pages=pages[0], value_pages=pages[1])
 
 
+def read_references_at_the_end(caches: Stepping) -> None:
+    """Reads requests that end with a reference to a cache, some of them in the middle of its append's id."""
+    request, messages, guarded = step(caches.create(3)), caches.messages, Guarded(at_end=True)
+    layout = caches.fast_path.layout_of(caches.read(request.SerializeToString()))
+    assert layout is not None
+    request.ClearField("caches")
+    for reference in (b"\x0a\x01x", b"\x0a\x01x\x21", b"\x0a\x01x\x21\x01\x02"):
+        name = b"x" * (len(reference) - 2)
+        usual, other = (
+            request.SerializeToString() + b"\x62" + bytes([len(each)]) + each
+            for each in (b"\x0a" + bytes([len(name)]) + name, reference)
+        )
+        _, payloads = _wire.find(pb.AttendRequest, usual)
+        assert messages.learn(reference, layout, payloads, 0, len(usual))
+        for message in (usual, other):
+            place = guarded.message(message), len(message)
+            messages._read_request(
+                messages._known_at, *place, messages._results_at, MOST_RESULT_BYTES, messages._asked_at
+            )
+            assert messages._asked[0] == (message == usual)
+
+
 def main() -> None:
     """Raises, or the process is killed, if anything is wrong."""
     library.PATH = Path(sys.argv[1])  # type: ignore[misc]
@@ -128,6 +159,7 @@ def main() -> None:
                     assert assert_reads_as_others_do(messages, device, message) > 0
                     assert_reads_as_others_do(messages, device, spoilt(random, message))
                 caches = Stepping(device, messages)
+                read_references_at_the_end(caches)
                 requests = known_steps(random, caches, 3)
                 for _ in range(20):
                     message = random_message(random, requests, random.choice((1, 2)), another_step).SerializeToString()
