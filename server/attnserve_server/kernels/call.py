@@ -61,8 +61,9 @@ class AttentionCall:
     (bool) and `bias` (of the accumulation dtype) have rank 4 and broadcast to [N, Hq, Lq, S]; `alibi_slopes` and
     `sinks` [Hq] are of the accumulation dtype. The shapes are not checked here: they were when the request came in.
 
-    Keys and values may have another dtype if the queries' can represent all of its values: they are converted where the
-    call is computed. `finite` says that queries, keys and values are known to hold neither NaN nor infinities.
+    Keys and values may have another dtype, both the same, if the queries' can represent all of its values: they are
+    converted where the call is computed. `finite` says that queries, keys and values are known to hold neither NaN nor
+    infinities.
     """
 
     query: torch.Tensor

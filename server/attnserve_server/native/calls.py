@@ -54,7 +54,6 @@ def applies(call: AttentionCall) -> bool:
             alibi=call.alibi_slopes is not None,
         )
         and all(tensor.dtype in NATIVE_FROM_TORCH and tensor.stride(3) == 1 for tensor in tensors)
-        and call.key.dtype == call.value.dtype
     )
 
 
