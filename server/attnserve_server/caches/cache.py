@@ -41,7 +41,7 @@ class Cache:
         self.shape = shape
         self.page_bytes = page_bytes
         self.layers = layers
-        """None of them is left once it is gone and nothing holds it any more."""
+        """Empty, and all the same, once it is gone and nothing holds it any more."""
         self.ttl = ttl
         self.created = now
         self.expires = math.inf

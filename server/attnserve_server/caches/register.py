@@ -217,7 +217,8 @@ class Register:
         self.tokens -= sum(cache.lengths)
         self._count_pages(cache.owner, -pages_in(cache.layers))
         clear(cache.layers)
-        cache.layers = ()  # those who may refer to it for long, as requests that are kept do, need none
+        # They are all the same now, and one is less for those who may refer to it for long, as kept requests do.
+        cache.layers = [cache.layers[0]] * len(cache.layers)
 
     def _count_pages(self, owner: str | None, more: int) -> None:
         """Takes note that an owner's caches have more pages than before, or fewer."""
