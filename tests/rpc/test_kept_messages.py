@@ -12,6 +12,7 @@ import messages
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, hold, torch_threads
 from rpcs import streams_of
+from stream_context import StreamContext
 
 from attnserve import _fields
 from attnserve.v1 import attention_pb2 as pb
@@ -38,52 +39,19 @@ def messages_with_junk() -> Iterator[bytes]:
         yield sound + _fields.field_prefix(pb.AttendStreamRequest.CALLS_FIELD_NUMBER, len(broken)) + broken
 
 
-class JunkContext:
-    """Stands in for gRPC's context of a stream whose caller sends these messages, and never ends it."""
-
-    def __init__(self) -> None:
-        self._messages = messages_with_junk()
-        self.are_read = asyncio.Event()
-        """Set once the last has been read, and let go."""
-        self.answered: list[int] = []
-        self.are_answered = asyncio.Event()
-        """Set once all calls are."""
-
-    async def read(self) -> object:
-        for message in self._messages:
-            return message
-        self.are_read.set()
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError
-
-    async def write(self, message: bytes) -> None:
-        self.answered += [reply.id for reply in pb.AttendStreamResponse.FromString(message).replies]
-        if len(self.answered) == 2 * MESSAGES:
-            self.are_answered.set()
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def peer(self) -> str:
-        return "here"
-
-    async def send_initial_metadata(self, _: object) -> None:
-        pass
-
-
 async def test_a_call_that_waits_keeps_nothing_of_the_others_in_its_message() -> None:
     def read(caller: Caller, buffer: bytes, at: int, end: int) -> Work:
         return messages.read_request(buffer, at, end)
 
     device = HeldDevice(BESIDE)
-    bench, context = Bench(device), JunkContext()
+    bench, context = Bench(device), StreamContext(messages_with_junk(), 2 * MESSAGES)
     first = await hold(bench, device)
     streams = streams_of(bench.engine, bench.metrics, {"attend": read}, max_shared_bytes=JUNK // 2)
     stand_in: Any = context
     tracemalloc.start()
     try:
         serving = asyncio.create_task(CallStream(streams, anybody("here"), stand_in).serve())
-        await context.are_read.wait()
+        await context.read_all.wait()
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -91,7 +59,7 @@ async def test_a_call_that_waits_keeps_nothing_of_the_others_in_its_message() ->
     assert kept < JUNK
     device.may_run.set()
     await bench.outcome(first)
-    await context.are_answered.wait()
-    assert sorted(context.answered) == list(range(2 * MESSAGES))
+    await context.answered.wait()
+    assert sorted(context.replies) == list(range(2 * MESSAGES))
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

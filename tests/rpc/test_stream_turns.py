@@ -13,8 +13,8 @@ import calls
 import messages
 import pytest
 from engine_bench import BESIDE, Bench, HeldDevice, torch_threads
-from google.protobuf.message import Message
 from rpcs import streams_of
+from stream_context import StreamContext
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, anybody
@@ -29,36 +29,6 @@ pytestmark = pytest.mark.usefixtures("torch_threads")
 CALLS = 50
 
 
-class ListedContext:
-    """Stands in for gRPC's context of a stream whose caller sends some messages and never ends it."""
-
-    def __init__(self, *requests: Message) -> None:
-        self._messages = [request.SerializeToString() for request in requests]
-        self.replies: list[int] = []
-        self.answered = asyncio.Event()
-        """Set once each call has a reply."""
-
-    async def read(self) -> object:
-        if self._messages:
-            return self._messages.pop(0)
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError
-
-    async def write(self, message: bytes) -> None:
-        self.replies += [reply.id for reply in pb.AttendStreamResponse.FromString(message).replies]
-        if len(self.replies) == CALLS:
-            self.answered.set()
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def peer(self) -> str:
-        return "here"
-
-    async def send_initial_metadata(self, _: object) -> None:
-        pass
-
-
 class Reading:
     """Streams that serve one message of many calls each, and a record of what happens meanwhile."""
 
@@ -69,8 +39,9 @@ class Reading:
         self.then = then
         request = messages.random_attend(0)
         many = [calls.call(number, request) for number in range(CALLS)]
+        message = pb.AttendStreamRequest(calls=many).SerializeToString()
         self.calls = CALLS * len(callers)
-        self.contexts: list[Any] = [ListedContext(pb.AttendStreamRequest(calls=many)) for _ in callers]
+        self.contexts: list[Any] = [StreamContext([message], CALLS) for _ in callers]
         self.context = self.contexts[0]
         streams = streams_of(
             self.bench.engine,
