@@ -78,19 +78,24 @@ def test_a_file_that_goes_after_its_header_was_read(tmp_path: Path, monkeypatch:
         load(general(ParameterSource(tensor="weight"), 2, 2), tmp_path, "cpu")
 
 
+def additive(inputs: int, parameters: dict[str, ParameterSource]) -> LayerSpecification:
+    """A layer of an additive score, with 4 units."""
+    return LayerSpecification(
+        name="additive",
+        kind="additive",
+        architecture=LearnedScore(score="additive", inputs=inputs, contexts=5, outputs=5, units=4, bias=True),
+        dtype="float32",
+        file=FILE,
+        parameters=parameters,
+    )
+
+
 def test_axes_of_length_one_do_not_count(tmp_path: Path) -> None:
     """nn.Linear(units, 1) stores the weights of an additive score as [1, units]."""
     tensors = {"q": torch.randn(4, 3), "k": torch.randn(4, 5), "v": torch.randn(1, 4), "b": torch.randn(4, 1)}
     save_file(tensors, tmp_path / FILE)
     names = {"query.weight": "q", "key.weight": "k", "score.weight": "v", "bias": "b"}
-    layer = LayerSpecification(
-        name="additive",
-        kind="additive",
-        architecture=LearnedScore(score="additive", inputs=3, contexts=5, outputs=5, units=4, bias=True),
-        dtype="float32",
-        file=FILE,
-        parameters={name: ParameterSource(tensor=tensor) for name, tensor in names.items()},
-    )
+    layer = additive(3, {name: ParameterSource(tensor=tensor) for name, tensor in names.items()})
     parameters = load(layer, tmp_path, "cpu")
     assert parameters["score.weight"].shape == parameters["bias"].shape == (4,)
     assert torch.equal(parameters["score.weight"], tensors["v"][0])
@@ -113,22 +118,15 @@ def test_a_matrix_with_more_axes_of_length_one(
 
 def test_everything_that_is_wrong_is_told(tmp_path: Path) -> None:
     save_file({"q": torch.randn(4, 3), "k": torch.zeros(4, 5, dtype=torch.int8), "v": torch.randn(4)}, tmp_path / FILE)
-    layer = LayerSpecification(
-        name="additive",
-        kind="additive",
-        architecture=LearnedScore(score="additive", inputs=7, contexts=5, outputs=5, units=4, bias=True),
-        dtype="float32",
-        file=FILE,
-        parameters={
-            "query.weight": ParameterSource(tensor="q"),
-            "key.weight": ParameterSource(tensor="k"),
-            "score.weight": ParameterSource(tensor="v", start=1, stop=3),
-            "bias": ParameterSource(tensor="b"),
-            "key.bias": ParameterSource(tensor="b"),
-        },
-    )
+    sources = {
+        "query.weight": ParameterSource(tensor="q"),
+        "key.weight": ParameterSource(tensor="k"),
+        "score.weight": ParameterSource(tensor="v", start=1, stop=3),
+        "bias": ParameterSource(tensor="b"),
+        "key.bias": ParameterSource(tensor="b"),
+    }
     with pytest.raises(LayerError) as caught:
-        load(layer, tmp_path, "cpu")
+        load(additive(7, sources), tmp_path, "cpu")
     told = {defect.parameter: (defect.expected, defect.found) for defect in caught.value.defects}
     assert told["query.weight"] == ("[4, 7]", "[4, 3] ('q')")
     assert told["key.weight"] == ("a tensor of float32, float16, bfloat16, float64", "'k' of I8")
