@@ -11,12 +11,14 @@ import random_layers as make
 import torch
 from bits import assert_same_bits
 from decoding import Decoding, Part, decoder, random_decoder
+from garbage import no_tensors_in_cycles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.layers.decoder import MOST_TOKENS
 from attnserve_server.layers.specification import Dtype, Transformer
+from attnserve_server.layers.transformer import TransformerLayer
 from attnserve_server.native.library import available
 
 Devices = dict[int, CpuDevice]
@@ -180,3 +182,14 @@ def test_a_step_that_fails_leaves_nothing_that_counts_as_finite(devices: Devices
     other = decoding.create()
     decoding.run([Part(other, first)])
     same(decoding.run([Part(cache, rest)])[0], decoding.run([Part(other, rest)])[0])
+
+
+def test_its_weights_are_freed_with_it(devices: Devices) -> None:
+    """At once, without the garbage collector: another layer needs the room."""
+    architecture = decoder()
+    parameters = make.random_parameters(architecture)
+    with no_tensors_in_cycles():
+        layer = make.layer_of(architecture, parameters, devices[1])
+        assert isinstance(layer, TransformerLayer)
+        assert layer._decoder is not None
+        del layer

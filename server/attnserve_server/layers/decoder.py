@@ -7,7 +7,7 @@ take longer to describe than to compute, or need more than the library has, are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, TypeAlias
 
 import torch
@@ -52,9 +52,11 @@ class DecoderSteps:
         """`attention` is that of any block: they differ in their weights only."""
         self._compute, self._decoder, self._attention = compute, decoder, attention
         self._window, self._dtype = causal_window(True, window), dtype
-        self._shape = lru_cache(REMEMBERED_SHAPES)(self._shape_of)
         projection, _ = attention.entrance(crossed=False)
         itemsize = dtype.itemsize
+        rows = torch.empty(MOST_TOKENS, projection.width, dtype=dtype, device="meta")
+        # Of no method: in a cycle, weights would outlive their layer until the garbage collector comes.
+        self._shape = lru_cache(REMEMBERED_SHAPES)(partial(_shape_of, attention, self._window, rows))
         self._columns = [columns.start * itemsize for columns in projection.columns]
         self._across = projection.width * itemsize
         self._attended = attention.value_width * itemsize
@@ -163,24 +165,25 @@ class DecoderSteps:
             orders += order
         return packed, orders, effort
 
-    def _shape_of(self, shape: CacheShape, length: int, pool: PagePool) -> PagedShape:
-        """The shape of the calls of sequences with `length` rows."""
-        attention = self._attention
-        projected = torch.empty(length, self._across // self._dtype.itemsize, dtype=self._dtype, device="meta")
-        query, _, value = attention.heads(projected)
-        output = projected.new_empty(length, query.shape[1], value.shape[2])
-        layout = pool.memory.layout(shape)
-        of_sequence = CacheQuery(
-            query=query.transpose(0, 1).unsqueeze(0),
-            shape=shape,
-            pages=(),
-            length=0,
-            scale=attention.scoring.scale,
-            softcap=attention.scoring.softcap,
-            window=self._window,
-        )
-        packed = shape_of(
-            of_sequence, shape.num_kv_heads, output.transpose(0, 1).unsqueeze(0), None, None, keys_of(shape, layout)
-        )
-        rows = length * (query.shape[1] // shape.num_kv_heads)
-        return PagedShape(packed, layout.tokens_per_page, rows)
+
+def _shape_of(
+    attention: MultiHead, window: tuple[int, int], rows: torch.Tensor, shape: CacheShape, length: int, pool: PagePool
+) -> PagedShape:
+    """The shape of the calls of sequences with the first `length` of such projected rows."""
+    query, _, value = attention.heads(rows[:length])
+    output = rows.new_empty(length, query.shape[1], value.shape[2])
+    layout = pool.memory.layout(shape)
+    of_sequence = CacheQuery(
+        query=query.transpose(0, 1).unsqueeze(0),
+        shape=shape,
+        pages=(),
+        length=0,
+        scale=attention.scoring.scale,
+        softcap=attention.scoring.softcap,
+        window=window,
+    )
+    packed = shape_of(
+        of_sequence, shape.num_kv_heads, output.transpose(0, 1).unsqueeze(0), None, None, keys_of(shape, layout)
+    )
+    rows_per_key = length * (query.shape[1] // shape.num_kv_heads)
+    return PagedShape(packed, layout.tokens_per_page, rows_per_key)
