@@ -87,18 +87,13 @@ class Extents:
             hides=not application.tensors.keys().isdisjoint(("mask", "bias")),
         )
         limits.check_flops(cost.weighed)
+        keys = lengths if context_lengths is None or specification.kind == "transformer" else context_lengths
+        longest, longest_keys = (max(each, default=0) for each in (lengths, keys))
+        if application.batched:
+            longest, longest_keys = application.length, application.length if keys is lengths else application.keys
         if not application.resident:
-            own_keys = specification.kind == "transformer"
-            keys = lengths if context_lengths is None or own_keys else context_lengths
-            longest = application.length if application.batched else max(lengths, default=0)
-            most_keys = max(keys, default=0)
-            if application.batched:
-                most_keys = application.length if own_keys else application.keys
-            target = (application.batch, layer.query_heads, longest, most_keys)
+            target = (application.batch, layer.query_heads, longest, longest_keys)
             check_masks(application.tensors, target, application.mask_axes)
-        longest_keys = application.keys
-        if not application.batched:
-            longest_keys = max(lengths if context_lengths is None else context_lengths, default=0)
         return LayerExtent(
             lengths=lengths,
             context_lengths=context_lengths,
