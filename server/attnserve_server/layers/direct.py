@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -50,21 +50,17 @@ class Plan:
     """How the requests of an application are computed. Those with equal `group` are computed in one call.
 
     `pieces` has a row for each sequence: where it begins in the payload, where in the reply, how many rows it has, and
-    1; sequences without rows are left out. `filled` says that the reply has padding rows.
+    1; sequences without rows are left out. `first` is the only row, empty if there are several. `filled` says that the
+    reply has padding rows.
     """
 
     layer: bytes
     group: Hashable
     payload: int
     pieces: NDArray[np.int64]
+    first: tuple[int, ...]
     reply_bytes: int
     filled: bool
-    first: tuple[int, ...] = field(init=False)
-    """The only piece if there is just one, else empty."""
-
-    def __post_init__(self) -> None:
-        """Sets `first`."""
-        object.__setattr__(self, "first", tuple(self.pieces[0].tolist()) if len(self.pieces) == 1 else ())
 
 
 def direct_of(architecture: Attention, weights: Weights, scoring: Scoring) -> Direct | None:
@@ -115,11 +111,13 @@ class Direct:
             starts = np.cumsum(pieces[:, 2]) - pieces[:, 2]
         input_row, output_row = (self._dtype.itemsize * width for width in (architecture.inputs, architecture.outputs))
         pieces[:, 0], pieces[:, 1] = starts * input_row, starts * output_row
+        pieces = pieces[pieces[:, 2] > 0]
         return Plan(
             layer=self._layer(within),
             group=(self, within),
             payload=spec.payload,
-            pieces=pieces[pieces[:, 2] > 0],
+            pieces=pieces,
+            first=tuple(pieces[0].tolist()) if len(pieces) == 1 else (),
             reply_bytes=application.rows * output_row,
             filled=sum(rows) < application.rows,
         )
