@@ -34,11 +34,6 @@ _DIVIDES = all(argument.name != "num_splits" for argument in _flash._schema.argu
 told otherwise."""
 
 
-def window(band: Band) -> tuple[int, int] | None:
-    """The band counted from the bottom right; None if it is not of that kind."""
-    return band.from_bottom_right()
-
-
 def attend(call: RaggedCall) -> RaggedResult:
     """Computes a call on a CUDA device of capability 8.0 or later."""
     width = call.value.shape[-1]
@@ -104,6 +99,6 @@ KERNEL = RaggedKernel(
     "float16 and bfloat16 on tensor cores: dot products, causal masks and windows, any lengths in one call",
     DTYPES,
     MAX_WIDTH,
-    window,
+    Band.from_bottom_right,
     attend,
 )

@@ -113,7 +113,7 @@ def _as_text(examination: Examination) -> Iterator[str]:
             layer.dtype,
             str(outline(layer)),
             f"{layer.parameter_count()} parameters",
-            _size(layer),
+            _mebibytes(layer.parameter_bytes()),
         )
         for layer in examination.layers
     ]
@@ -123,10 +123,6 @@ def _as_text(examination: Examination) -> Iterator[str]:
     total = f"{len(rows)} layer{'s' * (len(rows) != 1)}, {_mebibytes(_bytes(examination.layers))}"
     wrong = len(examination.defects)
     yield f"total: {total}" + (f"; {wrong} thing{'s' * (wrong != 1)} wrong, nothing would be loaded" if wrong else "")
-
-
-def _size(layer: LayerSpecification) -> str:
-    return _mebibytes(layer.parameter_bytes())
 
 
 def _mebibytes(size: int) -> str:
