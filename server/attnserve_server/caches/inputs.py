@@ -49,7 +49,9 @@ def read_queries(device: Device, request: CachedRequest, sequences: Sequence[int
         return None if spec is None else read_tensor(spec, payloads, device)
 
     def parameter(name: str) -> torch.Tensor | None:
-        return _parameter(device, request, name)
+        """In the dtype of sums."""
+        tensor = read(name)
+        return None if tensor is None else in_range(tensor, accumulation_dtype(TORCH[problem.dtype]))
 
     def of_rank_4(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)
@@ -81,14 +83,6 @@ def read_queries(device: Device, request: CachedRequest, sequences: Sequence[int
         )
         for b in sequences
     ]
-
-
-def _parameter(device: Device, request: CachedRequest, name: str) -> torch.Tensor | None:
-    """A tensor of a request, if it has it, in the dtype of sums."""
-    spec = request.problem.tensors.get(name)
-    if spec is None:
-        return None
-    return in_range(read_tensor(spec, request.payloads, device), accumulation_dtype(TORCH[request.problem.dtype]))
 
 
 def _of_sequence(tensor: torch.Tensor | None, b: int, length: int) -> torch.Tensor | None:
