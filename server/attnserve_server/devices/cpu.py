@@ -35,7 +35,7 @@ from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import DESCRIPTION, NAME, Library, Team, Threads
 from attnserve_server.requests.request import Request
-from attnserve_server.requests.work import BatchResult, Finish
+from attnserve_server.requests.work import BatchResult, Finish, completed
 
 SPLIT_FLOPS = 20_000_000
 """One thread finishes less work than this many FLOPs sooner than Python could divide it."""
@@ -176,14 +176,10 @@ class CpuDevice:
         native = list(itertools.compress(calls, ours))
         if self.native is None or not native:
             return self.attend_tensors(calls, flops)
-        found = iter(attend_all(self.native.library, native, self._threads_for(flops)))
+        results = iter(attend_all(self.native.library, native, self._threads_for(flops)))
         self._count(NAME, len(native))
-        if len(native) == len(calls):
-            return list(found)
-        others = iter(
-            self.attend_tensors([call for call, is_ours in zip(calls, ours, strict=True) if not is_ours], flops)
-        )
-        return [next(found if is_ours else others) for is_ours in ours]
+        found = [next(results) if is_ours else None for is_ours in ours]
+        return completed(calls, found, lambda others: self.attend_tensors(others, flops))
 
     def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
         """The results of calls by the kernels on torch tensors, on all threads if they cost enough."""
