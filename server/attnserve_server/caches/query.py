@@ -18,14 +18,7 @@ from attnserve_server.caches.page_memory import STORAGE
 from attnserve_server.caches.pages import Block, PagePool
 from attnserve_server.caches.parts import Part, as_sequences, by_page
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.kernels import (
-    AdditiveScore,
-    AttentionCall,
-    AttentionResult,
-    GeneralScore,
-    part_of,
-    widened,
-)
+from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, part_of, widened
 from attnserve_server.kernels.band import Band
 from attnserve_server.kernels.bias import add_sinks
 from attnserve_server.kernels.finite import surely_finite

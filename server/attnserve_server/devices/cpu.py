@@ -17,13 +17,7 @@ from time import perf_counter
 
 import torch
 
-from attnserve_server.devices.compute import (
-    ALONE_FLOPS,
-    Item,
-    Result,
-    RowFunction,
-    Rows,
-)
+from attnserve_server.devices.compute import ALONE_FLOPS, Item, Result, RowFunction, Rows
 from attnserve_server.devices.division import chunks, divided, end_to_end, even_shares
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.native_compute import NativeCompute

@@ -22,13 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnserve_server.devices.batch import launch_batch, mend, run_batch
-from attnserve_server.devices.compute import (
-    Item,
-    Result,
-    RowFunction,
-    Rows,
-    Scattering,
-)
+from attnserve_server.devices.compute import Item, Result, RowFunction, Rows, Scattering
 from attnserve_server.devices.failures import Blame, is_out_of_memory
 from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.devices.transfers import MAX_PINNED, CudaTransfers

@@ -18,13 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from attnserve_server.access.callers import Caller, Callers, Role
-from attnserve_server.errors import (
-    LIMIT_EXCEEDED,
-    InvalidRequest,
-    Malformed,
-    RequestError,
-    error_for_caller,
-)
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, Malformed, RequestError, error_for_caller
 from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.observability.refusals import request_id_of
 from attnserve_server.observability.tracing import Trace, Tracing, in_metadata

@@ -15,12 +15,7 @@ from math import ceil, inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from attnserve_server.errors import (
-    DeviceFailed,
-    Draining,
-    RequestError,
-    Starting,
-)
+from attnserve_server.errors import DeviceFailed, Draining, RequestError, Starting
 from attnserve_server.no_room import NoRoom
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import BatchResult
