@@ -51,15 +51,14 @@ def attend_each(call: AttentionCall) -> AttentionResult:
     return _joined(call, results, None)
 
 
-def attend_heads(call: AttentionCall, heads: list[list[int]], output: torch.Tensor, lse: torch.Tensor | None) -> None:
+def attend_heads(call: AttentionCall, heads: list[list[int]], output: torch.Tensor, lse: torch.Tensor) -> None:
     """Computes some [sequence, key head] of a call, and puts them in the place of another kernel's results."""
     group = call.query.shape[1] // call.key.shape[1]
     for n, head in heads:
-        exact = attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=lse is not None))
+        exact = attend(replace(call.sequences(n, n + 1).kv_heads(head, head + 1), return_lse=True))
+        assert exact.lse is not None
         mine = n, slice(head * group, (head + 1) * group)
-        output[mine] = exact.output[0]
-        if lse is not None and exact.lse is not None:
-            lse[mine] = exact.lse[0]
+        output[mine], lse[mine] = exact.output[0], exact.lse[0]
 
 
 def attend_together(call: AttentionCall) -> AttentionResult:
