@@ -163,20 +163,16 @@ def _seconds(value: float) -> str:
 
 def _bytes(value: float) -> str:
     """Bytes with a unit, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
-        value /= 1024
-    return f"{value:.3g} TiB"
+    return f"{value:.0f} B" if value < 1024 else _scaled(value / 1024, 1024, ("KiB", "MiB", "GiB", "TiB"))
 
 
-def _scaled(value: float) -> str:
-    """The number, a space, and an SI prefix."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 1000:
-            return f"{value:.3g} {prefix}"
-        value /= 1000
-    return f"{value:.3g} P"
+def _scaled(value: float, step: int = 1000, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
+    """The number, a space, and an SI prefix; or one of other units, each of which is `step` times the one before."""
+    for unit in units[:-1]:
+        if value < step:
+            return f"{value:.3g} {unit}"
+        value /= step
+    return f"{value:.3g} {units[-1]}"
 
 
 def _bar(part: float) -> str:
