@@ -142,10 +142,25 @@ def test_a_server_that_does_not_answer_is_named_once(command: str, capsys: pytes
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["dance"], ["info", "--timeout", "0"], ["info", "--timeout", "soon"], ["top", "--interval", "1e300"]],
+    [
+        [],
+        ["dance"],
+        ["info", "--timeout", "0"],
+        ["info", "--timeout", "soon"],
+        ["info", "--time", "1"],  # an abbreviation, which another flag would make ambiguous
+        ["top", "--interval", "1e300"],
+        ["caches", "--delete", ""],
+    ],
 )
 def test_the_command_refuses_what_makes_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: attnserve" in capsys.readouterr().err
+
+
+def test_help_says_what_an_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    assert "Exit status: 0; 1 if" in capsys.readouterr().out

@@ -27,6 +27,7 @@ from attnserve._commands.connection_flags import (
     UNKNOWN_AUTHORITY,
     UsageError,
     add_flags,
+    not_empty,
     set_up,
     tls_named,
     tls_of,
@@ -170,10 +171,22 @@ def _measure(parsed: argparse.Namespace) -> int:
     return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flags, which another flag would make ambiguous."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnserve", description="Query and measure an attention service.")
+    parser = _Parser(
+        prog="attnserve",
+        description="Query and measure an attention service.",
+        epilog="Exit status: 0; 1 if the service cannot be reached, refuses or (health) is not ready; 2 for invalid "
+        "arguments; 130 after ctrl-c.",
+    )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
     common.add_argument("--json", action="store_true", help="print JSON")
     common.add_argument(
@@ -192,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--delete",
                 action="append",
+                type=not_empty,
                 default=[],
                 metavar="NAME",
                 help="delete this one, and others that are named in the same way; what is not there is counted, and no "

@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tls", action="store_true", help="connect over TLS, to a server with a certificate from public authorities"
     )
     for name, flag in FLAGS.items():
-        group.add_argument(name, metavar=flag["metavar"], type=_not_empty, help=f"{flag['help']} [{flag['variable']}]")
+        group.add_argument(name, metavar=flag["metavar"], type=not_empty, help=f"{flag['help']} [{flag['variable']}]")
     group.add_argument("--plaintext-token", action="store_true", help="send the token even without TLS")
 
 
@@ -114,7 +114,7 @@ def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | 
     return None
 
 
-def _not_empty(value: str) -> str:
+def not_empty(value: str) -> str:
     """The value of a flag: such as an unset variable in a script, an empty one would leave out what was asked for."""
     if not value:
         raise argparse.ArgumentTypeError("expected a value, found an empty one")
