@@ -12,8 +12,9 @@
 
 `AsyncClient` is the same for asyncio, `TLS` and `Token` are for servers with TLS or authentication, `merge_attention`
 combines attentions over disjoint keys, and every error is an `AttnServeError`. `Address`, `AppendLayout`, `ArrayLike`,
-`Causal`, `Layout`, `Pending`, `Scores`, `Timeout` and `Transport` are the types in signatures, for whoever wraps them.
-Everything public is here.
+`ArrayOf`, `Causal`, `Layout`, `Names`, `Pending`, `Scores`, `Timeout` and `Transport` are the types in signatures, for
+whoever wraps them. Everything public is here, but for `attnserve.integrations.transformers`, and for `attnserve.v1`,
+the code generated from the protos.
 """
 
 from attnserve._async_client import AsyncClient
@@ -38,7 +39,7 @@ from attnserve._info import Kernel, Limits, ServerInfo, Setting
 from attnserve._layers import AsyncLayers, Layer, Layers
 from attnserve._merge import MergedAttention, merge_attention
 from attnserve._requests.apply import ApplyOptions
-from attnserve._requests.arguments import ArrayLike, Causal, Scores
+from attnserve._requests.arguments import ArrayLike, ArrayOf, Causal, Names, Scores
 from attnserve._requests.attend import AdditiveScore, AttendOptions, GeneralScore, Layout
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult, LayerResult, Timings
@@ -54,6 +55,7 @@ __all__ = [
     "AppendLayout",
     "ApplyOptions",
     "ArrayLike",
+    "ArrayOf",
     "AsyncCache",
     "AsyncCaches",
     "AsyncClient",
@@ -79,6 +81,7 @@ __all__ = [
     "Layout",
     "Limits",
     "MergedAttention",
+    "Names",
     "NotFoundError",
     "OverloadedError",
     "Pending",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pydoc
+import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import pytest
+from typing_extensions import TypeVar
 
 import attnserve
 from attnserve import (
@@ -61,6 +63,28 @@ def test_a_cache_shows_what_it_is_and_cannot_be_changed(client_class: Any, cache
         assert inspect.getdoc(getattr(cache_class, name)), name
         with pytest.raises(AttributeError):
             setattr(cache, name, None)
+
+
+def signatures() -> Iterator[Any]:
+    """The functions that callers call, with what their annotations are made of."""
+    yield attnserve.merge_attention
+    for name in attnserve.__all__:
+        if isinstance(value := getattr(attnserve, name), type):
+            yield from (method for each in public(value) if inspect.isfunction(method := getattr(value, each)))
+    yield from (each.__init__ for each in (Client, AsyncClient, attnserve.TLS, attnserve.Token))
+
+
+def test_what_types_signatures_name_can_be_imported() -> None:
+    """Those of Python and of other packages apart."""
+    unknown = set()
+    for function in signatures():
+        for annotation in function.__annotations__.values():
+            for name in re.findall(r"(?<![\w.'])[A-Z]\w*", str(annotation)):
+                value = inspect.unwrap(function).__globals__.get(name)
+                ours = not isinstance(value, type) or value.__module__.startswith("attnserve.")
+                if ours and value is not None and not hasattr(typing, name) and not isinstance(value, TypeVar):
+                    unknown.add(name)
+    assert unknown - set(attnserve.__all__) == set()
 
 
 def test_the_caches_and_layers_of_a_server() -> None:

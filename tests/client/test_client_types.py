@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from attnserve import AsyncCache, AsyncClient, AttentionResult, Cache, Client, LayerResult
+from attnserve import ArrayOf, AsyncCache, AsyncClient, AttentionResult, Cache, Client, LayerResult, Names
 
 NumPy = NDArray[Any]
 
@@ -102,6 +102,30 @@ async def test_asyncio(layer_server: Any) -> None:
             attended = await cache.attend(OF_ONE_TOKEN, FLOATS, FLOATS)
             assert_type(attended, AttentionResult[NumPy])
             assert isinstance(attended.output, np.ndarray)
+
+
+KindT = typing.TypeVar("KindT")
+
+
+def attend_to_itself(client: Client, query: ArrayOf[KindT]) -> AttentionResult[KindT]:
+    """A wrapper that passes on what kind of array it gets."""
+    return client.attend(query, query, query)
+
+
+def delete(client: Client, names: Names) -> None:
+    """A wrapper of what takes one name or several."""
+    client.caches.delete(names)
+
+
+def test_wrappers(layer_client: Client) -> None:
+    assert_type(attend_to_itself(layer_client, FLOATS), AttentionResult[NumPy])
+    of_tensors = attend_to_itself(layer_client, TENSOR)
+    assert_type(of_tensors, AttentionResult[torch.Tensor])
+    assert isinstance(of_tensors.output, torch.Tensor)
+    cache = layer_client.create_cache(2, 4)
+    delete(layer_client, cache.name)
+    delete(layer_client, [cache.name])
+    assert cache.name not in {each.name for each in layer_client.caches.list()}
 
 
 def either_kind(client: Client, array: NDArray[np.float32] | torch.Tensor) -> None:

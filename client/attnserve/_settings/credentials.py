@@ -47,9 +47,9 @@ class TLS:
     - `server_name`: the name that the server's certificate must have. Default: that of the address.
     """
 
-    ca: PathLike | None = None
-    certificate: PathLike | None = None
-    key: PathLike | None = None
+    ca: str | os.PathLike[str] | None = None
+    certificate: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
     server_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Token:
     """
 
     value: str | None = field(default=None, repr=False)
-    file: PathLike | None = None
+    file: str | os.PathLike[str] | None = None
     plaintext: bool = False
 
     def __post_init__(self) -> None:
