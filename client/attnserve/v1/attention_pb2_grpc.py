@@ -37,6 +37,9 @@ class AttentionServiceStub(object):
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
     `tracestate`, a W3C trace context.
+
+    A value that an enum does not have is an error. A field that the server does not know has no effect, as always in
+    protobuf: before relying on one that was added later, look at the version in ServerInfo.
     """
 
     def __init__(self, channel):
@@ -79,6 +82,9 @@ class AttentionServiceServicer(object):
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
     `tracestate`, a W3C trace context.
+
+    A value that an enum does not have is an error. A field that the server does not know has no effect, as always in
+    protobuf: before relying on one that was added later, look at the version in ServerInfo.
     """
 
     def Attend(self, request, context):
@@ -104,13 +110,17 @@ class AttentionServiceServicer(object):
         its reply; the stream goes on. The server ends the stream when the caller has half-closed it and every reply
         has been sent. A draining server ends it, with status OK too, once everything that it has read is answered: a
         call that then has no reply was not run, and can be sent to another server.
+
+        The stream itself ends with an error, which is that of every call without a reply, if a message is malformed or has
+        too many calls (INVALID_ARGUMENT), if the caller has too many streams or does not read replies
+        (RESOURCE_EXHAUSTED), or if its permissions have changed (UNAVAILABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerInfo(self, request, context):
-        """Describes this server: version, device, limits, kernels and enabled features.
+        """Describes this server: version, device, limits, kernels and enabled features. Also while it starts or drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +169,9 @@ class AttentionService(object):
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
     `tracestate`, a W3C trace context.
+
+    A value that an enum does not have is an error. A field that the server does not know has no effect, as always in
+    protobuf: before relying on one that was added later, look at the version in ServerInfo.
     """
 
     @staticmethod

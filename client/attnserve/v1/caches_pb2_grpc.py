@@ -31,7 +31,8 @@ class CacheServiceStub(object):
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
-    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
     """
 
     def __init__(self, channel):
@@ -83,11 +84,13 @@ class CacheServiceServicer(object):
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
-    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
     """
 
     def Create(self, request, context):
-        """Creates an empty cache. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are as many caches as there may be).
+        """Creates an empty cache. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are as many caches as there may be),
+        CANCELLED (its request_id was given up in a Delete).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +106,7 @@ class CacheServiceServicer(object):
 
     def Fork(self, request, context):
         """Makes another cache with the same content, in constant time: existing content is shared, and what either appends is
-        its own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+        its own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, CANCELLED (as for Create).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +138,7 @@ class CacheServiceServicer(object):
 
     def Delete(self, request, context):
         """Deletes caches; memory that no other cache shares is freed at once, or after the operations on them that came
-        before. Names of no cache are ignored.
+        before. Names of no cache are ignored. Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +196,8 @@ class CacheService(object):
     Operations on one cache take effect in order of arrival; different caches never wait for each other, only for the
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
-    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`).
+    would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
     """
 
     @staticmethod

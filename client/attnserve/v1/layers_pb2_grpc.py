@@ -81,7 +81,8 @@ class LayerServiceServicer(object):
         """Loads layers, all or none. A layer whose name is taken replaces the old one at once: requests in flight finish on
         the old one. Errors: INVALID_ARGUMENT (a definition, a file or a parameter is not as it should be), NOT_FOUND (no
         such file), FAILED_PRECONDITION (the server has no model directory, or would have too many layers),
-        RESOURCE_EXHAUSTED (no memory), INTERNAL (another fault), PERMISSION_DENIED (this server's layers are fixed).
+        RESOURCE_EXHAUSTED (no memory), INTERNAL (another fault), PERMISSION_DENIED (this server's layers are fixed),
+        UNAVAILABLE (it is starting or draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
