@@ -188,7 +188,7 @@ class AsyncClient:
     @pending
     async def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> AsyncCache:
         """A cache that was created elsewhere, by its name, as `Client.open_cache` finds it. It can be entered as with
-        `create_cache`.
+        `create_cache`, which deletes it in the end: do not enter what others still use.
         """
         if address is not None:
             address = arguments.address("address", address)

@@ -120,7 +120,8 @@ class Client:
           ``"bottom_right"``.
         - `window`: ``(left, right)``: the query at position p attends ``p - left <= j <= p + right``; -1 is no bound.
         - `mask`: bool, or integers 0 and 1, true where a query attends a key, broadcast to ``[B, Hq, Lq, S]`` from the
-          right, as in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``.
+          right, as in NumPy: a padding mask, ``[B, S]``, is passed as ``mask[:, None, None]``. If packed, Lq and S are
+          those of the longest sequences.
         - `bias`: floating, added to the scores, broadcast like `mask`. -inf gives a key the weight 0, but does not
           exclude it: a NaN in its value still reaches the output.
         - `alibi_slopes`: ``[Hq]``: ``-slope * |offset + i - j|`` is added to the scores.
@@ -217,7 +218,8 @@ class Client:
         - `causal`: input i attends position j only if ``j <= offset + i``. True or ``"top_left"``: the offset is 0.
           ``"bottom_right"``: it is the length of each sequence's context minus its own. Default None: as the layer is
           defined.
-        - `query_offset`: the offset, an integer or ``[B]``; rotary and learned positions also start from it.
+        - `query_offset`: the offset, an integer or ``[B]``; rotary and learned positions also start from it. Not with
+          `caches`.
         - `window`: ``(left, right)``: position p attends ``p - left <= j <= p + right``; -1 is no bound. Default: as
           the layer is defined.
         - `segments`: the segment (token type) of each token id, in the input's shape. Default 0.
@@ -227,11 +229,13 @@ class Client:
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
         - `caches`: resident caches of this client, one for each of the B sequences, each with as many layers as the
-          decoder has blocks; the blocks append their keys and values to them. Inputs attend to everything in the
-          caches, and their positions continue from the caches' lengths.
+          decoder has blocks, all of one length (else `FailedPreconditionError`); the blocks append their keys and
+          values to them. Inputs attend to everything in the caches, and their positions continue from the caches'
+          lengths.
         - `cache`: a single cache, instead of `caches`.
 
-        Transformers define `causal`, `window` and `bias` themselves, and return neither lse nor scores.
+        To transformers, which define their blocks themselves, `causal`, `window`, `bias`, `return_lse` and
+        `return_scores` are an error.
 
         Raises an `AttnServeError` as `attend` does, and `NotFoundError` if no layer has that name.
         """
@@ -313,6 +317,7 @@ class Client:
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> Cache:
         """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.
+        Leaving a `with` deletes it, as with `create_cache`: do not enter what others still use.
 
         As long as this `Cache` is only read, it is attended to at whatever length it has by then, so that one process
         can append to it and others read it. Once it appends or truncates, it expects the length that it knows.

@@ -83,7 +83,8 @@ class Setting:
 
     - `name`: its name, such as ``max_requests``; the flag is ``--max-requests``.
     - `value`: its value as one would write it, such as ``256MiB``; None if the server hides it from callers.
-    - `source`: where the value came from: ``default``, ``environment``, ``flag`` or ``code``.
+    - `source`: where the value came from: ``default``, ``environment``, ``flag`` or ``code``; ``unknown`` if a newer
+      server says what this SDK does not know.
     """
 
     name: str

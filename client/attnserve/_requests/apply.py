@@ -31,7 +31,7 @@ _RESIDENT_ALIGNMENTS: Final = {**arguments.RESIDENT_ALIGNMENTS, **_AS_DEFINED}
 
 
 class ApplyOptions(TypedDict, total=False):
-    """The keyword arguments of `apply` and `submit_apply`; `Client.apply` says what they mean."""
+    """The keyword arguments of `apply` and `submit_apply` but those for caches; `Client.apply` says what they mean."""
 
     context: ArrayLike | None
     mask: ArrayLike | None

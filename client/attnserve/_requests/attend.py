@@ -70,7 +70,7 @@ class AdditiveScore:
 
 
 class AttendOptions(TypedDict, total=False):
-    """The keyword arguments of `attend` and `submit`; `Client.attend` says what they mean."""
+    """The keyword arguments of `attend` and `submit` but those for caches; `Client.attend` says what they mean."""
 
     causal: Causal | None
     query_offset: ArrayLike | None

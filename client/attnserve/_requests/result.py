@@ -36,8 +36,9 @@ class AttentionResult(Generic[ArrayT]):
     - `output`: ``[B, Hq, Lq, Dv]`` in the layout, rank and dtype of the query.
     - `lse`: log-sum-exp of each row: ``[B, Hq, Lq]`` whatever the layout (``[Hq, total]`` if packed), without the axes
       that the query's rank lacks; float32, or float64 for float64 queries. None unless asked for.
-    - `scores`: the scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` if packed),
-      without the axes that the query's rank lacks, in the dtype of the query. None unless asked for.
+    - `scores`: the scores asked for: ``[B, Hq, Lq, S]`` whatever the layout (``[Hq, total, longest S]`` if packed, with
+      -inf, or 0 for weights, beyond a sequence's own keys), without the axes that the query's rank lacks, in the dtype
+      of the query. None unless asked for.
     - `timings`: how long each phase took.
     - `batch_size`: how many requests were in its batch, itself included.
     - `cache_lengths`: how many tokens the layer now has in each of the resident caches; empty without caches.
@@ -58,9 +59,10 @@ class LayerResult(Generic[ArrayT]):
     - `output`: ``[B, L, d_out]``, ``[L, d_out]`` for one sequence, or packed ``[total, d_out]``, like the input; of the
       input's dtype, or of the layer's if the input is token ids. Padding is 0.
     - `lse`: log-sum-exp of each row and head: ``[B, Hq, L]``, ``[Hq, L]`` for one sequence, or ``[Hq, total]`` if
-      packed; float32, or float64 for float64 layers. None unless asked for.
-    - `scores`: the scores asked for: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or ``[Hq, total, longest S]``
-      if packed; without the axis Hq if averaged. None unless asked for.
+      packed; -inf in padding; float32, or float64 for float64 layers. None unless asked for.
+    - `scores`: the scores asked for, in the output's dtype: ``[B, Hq, L, S]``, ``[Hq, L, S]`` for one sequence, or
+      ``[Hq, total, longest S]`` if packed; in padding and beyond a sequence's own keys -inf, or 0 for weights. Without
+      the axis Hq if averaged. None unless asked for.
     - `timings`: how long each phase took.
     - `batch_size`: how many requests were in its batch, itself included.
     - `layer_version`: the version of the layer that computed it, as in `Layer.version`. If it changes between two calls
