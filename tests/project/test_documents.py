@@ -42,3 +42,13 @@ def test_flags_and_variables_exist(document: Path) -> None:
     variables = set(re.findall(r"\bATTNSERVE_[A-Z_]+", text))
     unknown |= {name for name in variables if name[10:].lower() not in settings and name not in ours()}
     assert unknown == set()
+
+
+def test_errors_lists_the_bounds_that_programs_are_told() -> None:
+    told = re.compile(r'(?:\b_?full\(|share_exceeded\(|told\(|bound=|_too_many\("[^"]+", )"(\w+)"')
+    sources = (ROOT / "server" / "attnserve_server").rglob("*.py")
+    bounds = {bound for path in sources for bound in told.findall(path.read_text("utf-8"))}
+    assert {"requests", "caches", "cache_bytes", "waiting_calls", "caller_streams"} <= bounds
+    row = re.search(r"^\| `bound` \|.*", (ROOT / "docs" / "errors.md").read_text("utf-8"), re.MULTILINE)
+    assert row is not None
+    assert set(re.findall(r"`(\w+)`", row[0])) - {"bound"} == bounds
