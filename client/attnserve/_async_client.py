@@ -32,6 +32,8 @@ from attnserve._tracing import tracing_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+else:
+    TracerProvider = Any  # for whoever reads annotations where there is no OpenTelemetry
 
 
 class AsyncClient:

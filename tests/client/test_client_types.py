@@ -139,6 +139,9 @@ def no_array(client: Client) -> None:
     client.apply(LAYER, {1, 2})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", [Client.attend, Client.submit_apply, AsyncClient.attend, Cache.attend])
+@pytest.mark.parametrize(
+    "method",
+    [Client.__init__, AsyncClient.__init__, Client.attend, Client.submit_apply, AsyncClient.attend, Cache.attend],
+)
 def test_annotations_can_be_read_while_running(method: Any) -> None:
     assert typing.get_type_hints(method).keys() - {"return", "options"} <= inspect.signature(method).parameters.keys()

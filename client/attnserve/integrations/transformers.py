@@ -1,7 +1,9 @@
 """Runs transformers models whose attention is computed by the service.
 
+    import torch
     from attnserve import Client
     from attnserve.integrations.transformers import register
+    from transformers import AutoModel
 
     with Client("127.0.0.1:8001") as client:
         register(client)
