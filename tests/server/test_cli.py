@@ -51,6 +51,7 @@ def test_help_names_every_setting() -> None:
         assert f"--{item.name.replace('_', '-')} {value}" in done.stdout
     assert not re.search(r"Default:\s*(\n  --|\n\n)", done.stdout)
     assert "token" in done.stdout
+    assert "Exit status: 0 if told to stop, 1 if it cannot start, 2 for" in " ".join(done.stdout.split())
     assert done.stderr == ""
 
 

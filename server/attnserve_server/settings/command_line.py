@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from attnserve_server import __version__
+from attnserve_server.exit_statuses import CANNOT_START, CUT_OFF, DEVICE_FAILED, WRONG_SETTING
 from attnserve_server.settings import kinds
 from attnserve_server.settings.config import Config, Source, kind_of, settings
 from attnserve_server.start_errors import ConfigError, UsageError
@@ -133,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves attention over gRPC. Two commands start no server: `token` makes a bearer token for a "
         "caller, `layers check` shows what a file of layers would load.",
         epilog=f"Each flag --name can also be set as the environment variable {ENVIRONMENT_PREFIX}NAME; the flag "
-        "takes precedence.",
+        f"takes precedence. Exit status: 0 if told to stop, {CANNOT_START} if it cannot start, {WRONG_SETTING} for an "
+        f"invalid setting, {CUT_OFF} if work was cut off, {DEVICE_FAILED} if the device failed.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
