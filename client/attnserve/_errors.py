@@ -179,7 +179,7 @@ class OverloadedError(AttnServeError):
 
 
 class DeadlineExceededError(AttnServeError, TimeoutError):
-    """The reply did not come within the call's timeout."""
+    """The reply did not come within the call's timeout, or could not have, which a server that is busy says at once."""
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
 
