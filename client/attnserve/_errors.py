@@ -44,11 +44,11 @@ class AttnServeError(Exception):
     - `resent`: whether the call was sent again after an earlier attempt that may have been carried out, its reply lost.
     """
 
-    default_code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    _default_code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, *, code: grpc.StatusCode | None = None, details: tuple[Message, ...] = ()) -> None:
         super().__init__(message)
-        self.code: Final = code if code is not None else self.default_code
+        self.code: Final = code if code is not None else self._default_code
         self.details: Final = details
         self.resent = False
 
@@ -83,7 +83,7 @@ class InvalidRequestError(AttnServeError, ValueError):
       `ServerInfo.settings` says how much that is. None if it exceeds none, or the server does not say which.
     """
 
-    default_code = grpc.StatusCode.INVALID_ARGUMENT
+    _default_code = grpc.StatusCode.INVALID_ARGUMENT
     _is_of_message = False
     _is_of_reply = False
 
@@ -104,7 +104,7 @@ class InvalidRequestError(AttnServeError, ValueError):
 class NotFoundError(AttnServeError, LookupError):
     """What the request names does not exist: a layer, a cache, or a file of definitions."""
 
-    default_code = grpc.StatusCode.NOT_FOUND
+    _default_code = grpc.StatusCode.NOT_FOUND
 
     @property
     def name(self) -> str | None:
@@ -115,7 +115,7 @@ class NotFoundError(AttnServeError, LookupError):
 class FailedPreconditionError(AttnServeError):
     """The request is valid, but the server is not in a state to do it; or a cache does not have the expected length."""
 
-    default_code = grpc.StatusCode.FAILED_PRECONDITION
+    _default_code = grpc.StatusCode.FAILED_PRECONDITION
 
     @property
     def name(self) -> str | None:
@@ -148,7 +148,7 @@ class FailedPreconditionError(AttnServeError):
 class PermissionDeniedError(AttnServeError, PermissionError):
     """The server does not do that for this caller, or does not know who it is."""
 
-    default_code = grpc.StatusCode.PERMISSION_DENIED
+    _default_code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class OverloadedError(AttnServeError):
@@ -156,7 +156,7 @@ class OverloadedError(AttnServeError):
     calls, most others get this error until then without asking it.
     """
 
-    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    _default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     @property
     def retry_delay(self) -> float | None:
@@ -181,31 +181,31 @@ class OverloadedError(AttnServeError):
 class DeadlineExceededError(AttnServeError, TimeoutError):
     """The reply did not come within the call's timeout, or could not have, which a server that is busy says at once."""
 
-    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+    _default_code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class UnavailableError(AttnServeError, ConnectionError):
     """No server could be reached, or none that accepts calls, although the call was retried."""
 
-    default_code = grpc.StatusCode.UNAVAILABLE
+    _default_code = grpc.StatusCode.UNAVAILABLE
 
 
 class RequestCancelledError(AttnServeError):
     """The server gave up the call because it was cancelled. A cancelled future raises `CancelledError` instead."""
 
-    default_code = grpc.StatusCode.CANCELLED
+    _default_code = grpc.StatusCode.CANCELLED
 
 
 class ServerError(AttnServeError):
     """The server failed to compute, or does not have the method."""
 
-    default_code = grpc.StatusCode.INTERNAL
+    _default_code = grpc.StatusCode.INTERNAL
 
 
 class ProtocolError(AttnServeError):
     """The server's answer makes no sense: it is no valid message, or no reply to the request."""
 
-    default_code = grpc.StatusCode.INTERNAL
+    _default_code = grpc.StatusCode.INTERNAL
 
 
 class ClientClosedError(AttnServeError):
@@ -213,7 +213,7 @@ class ClientClosedError(AttnServeError):
     and the client was used before it, or is an `AsyncClient` and there was one before it; or the interpreter is ending.
     """
 
-    default_code = grpc.StatusCode.CANCELLED
+    _default_code = grpc.StatusCode.CANCELLED
 
     def __init__(self, message: str = "the client is closed") -> None:
         super().__init__(message)

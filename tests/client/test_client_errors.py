@@ -212,4 +212,4 @@ def test_every_error_is_public_and_documented() -> None:
         assert error.__name__ in attnserve.__all__
         assert error.__doc__
     for error in classes - {attnserve.AttnServeError}:
-        assert error("text").code is error.default_code
+        assert error("text").code is error._default_code

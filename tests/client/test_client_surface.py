@@ -132,7 +132,14 @@ def test_help_says_what_a_value_has(name: str) -> None:
         assert f"- `{member}`: " in shown
 
 
+def test_values_have_nothing_but_what_they_hold() -> None:
+    values = [getattr(attnserve, name) for name in VALUES]
+    for value in filter(dataclasses.is_dataclass, values):
+        assert public(value) <= {field.name for field in dataclasses.fields(value)}, value
+
+
 def test_errors_have_the_attributes_that_help_lists() -> None:
+    assert public(attnserve.AttnServeError) - public(Exception) == {"reason"}
     assert vars(attnserve.AttnServeError("text")).keys() == set(VALUES["AttnServeError"])
     more = {*VALUES["AttnServeError"], *VALUES["InvalidRequestError"]}
     assert vars(attnserve.InvalidRequestError("text")).keys() == more

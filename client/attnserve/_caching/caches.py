@@ -243,7 +243,7 @@ class Caches:
     def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
         rpc, homes = cache_requests.list_all(), self._calls.servers.homes(self._calls.seconds(timeout))
-        return CachePool.together([self._calls.ask(rpc, timeout, home) for home in homes])
+        return cache_requests.together([self._calls.ask(rpc, timeout, home) for home in homes])
 
     def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
@@ -284,7 +284,7 @@ class AsyncCaches:
     async def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
         rpc, homes = cache_requests.list_all(), await self._calls.servers.homes_soon(self._calls.seconds(timeout))
-        return CachePool.together([await self._calls.ask(rpc, timeout, home) for home in homes])
+        return cache_requests.together([await self._calls.ask(rpc, timeout, home) for home in homes])
 
     async def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and

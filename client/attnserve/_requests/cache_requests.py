@@ -112,11 +112,11 @@ class CachePool:
     bytes: int
     free_bytes: int
 
-    @classmethod
-    def together(cls, pools: Sequence[CachePool]) -> CachePool:
-        """The pools of several servers as one."""
-        caches = itertools.chain.from_iterable(pool.caches for pool in pools)
-        return cls(tuple(caches), sum(pool.bytes for pool in pools), sum(pool.free_bytes for pool in pools))
+
+def together(pools: Sequence[CachePool]) -> CachePool:
+    """The pools of several servers as one."""
+    caches = itertools.chain.from_iterable(pool.caches for pool in pools)
+    return CachePool(tuple(caches), sum(pool.bytes for pool in pools), sum(pool.free_bytes for pool in pools))
 
 
 def create(

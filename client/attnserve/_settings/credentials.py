@@ -61,21 +61,6 @@ class TLS:
             alone = "a key" if self.certificate is None else "a certificate"
             raise ValueError(f"tls: expected both a certificate and its key, or neither, found {alone} alone")
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials for a channel. ValueError if a file cannot be read, has no certificates, or has a key that is
-        not the certificate's. gRPC would report some of these as a server that does not answer, and take an empty `ca`
-        for its own list of authorities.
-        """
-        ca, certificate, key = _read(self.ca), _read(self.certificate), _read(self.key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if self.ca is not None:
-            with _used("ca", self.ca):
-                context.load_verify_locations(self.ca)
-        if self.certificate is not None and self.key is not None:
-            with _used("certificate and key", self.certificate, self.key):
-                context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never prompt on a terminal
-        return grpc.ssl_channel_credentials(ca, key, certificate)
-
 
 def _is_name(name: object) -> bool:
     """Whether a certificate may have such a name: it is text, and what it is encoded as for a handshake is one, too."""
@@ -126,7 +111,7 @@ class Identity:
         self._seen = self._look()
         self._next_look = time.monotonic() + LOOK_INTERVAL_S if self._paths else inf
         self._lock = threading.Lock()
-        self.credentials = None if tls is None else tls.channel_credentials()
+        self.credentials = None if tls is None else _channel_credentials(tls)
         """The credentials of a channel; None for an unencrypted one."""
 
     def changed(self) -> bool:
@@ -142,7 +127,7 @@ class Identity:
             if self._tls is None or seen == self._seen:
                 return False
             try:
-                credentials = self._tls.channel_credentials()
+                credentials = _channel_credentials(self._tls)
             except ValueError:  # they are being replaced: the next look will find the new ones
                 return False
             if self._look() != seen:
@@ -219,6 +204,22 @@ def _checked(token: Any) -> str:
 
 def _metadata(token: str) -> Metadata:
     return (("authorization", f"Bearer {token}"),)
+
+
+def _channel_credentials(tls: TLS) -> grpc.ChannelCredentials:
+    """The credentials for a channel. ValueError if a file cannot be read, has no certificates, or has a key that is not
+    the certificate's. gRPC would report some of these as a server that does not answer, and take an empty `ca` for its
+    own list of authorities.
+    """
+    ca, certificate, key = _read(tls.ca), _read(tls.certificate), _read(tls.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca is not None:
+        with _used("ca", tls.ca):
+            context.load_verify_locations(tls.ca)
+    if tls.certificate is not None and tls.key is not None:
+        with _used("certificate and key", tls.certificate, tls.key):
+            context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")  # never prompt on a terminal
+    return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 def _read(path: PathLike | None) -> bytes | None:
