@@ -149,6 +149,64 @@ def test_messages_that_are_too_long_fail_only_the_calls_that_are(multiplexer: Mu
     assert not multiplexer.wants_stream
 
 
+@pytest.mark.parametrize("too_late", [False, True])
+@pytest.mark.parametrize("others", ["sent", "ready"])
+def test_a_message_that_is_too_long_fails_no_other_call_once_it_is_given_up(
+    multiplexer: Multiplexer[Any], others: str, too_late: bool
+) -> None:
+    long = call("long", padding=9000, timeout=1.0)
+    multiplexer.add(long, 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    for owner in "ab":
+        multiplexer.add(call(owner, padding=10), 0.0)
+    if others == "sent":
+        message(multiplexer, stream)
+    if too_late:
+        assert [given_up for given_up, _ in multiplexer.tick(1.0)] == [long]
+    else:
+        assert multiplexer.cancel(long)
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "SERVER: Received message larger than max"
+    assert multiplexer.broken(stream, too_long, 1.0) == []
+    assert multiplexer.wants_stream
+    sent = message(multiplexer, multiplexer.opened(1.0), 1.0)
+    assert sent is not None
+    replies = [Reply(each.id, DONE) for each in sent.calls]
+    assert sorted(each.owner for each, _ in multiplexer.resolve(2, replies, 1.0)) == ["a", "b"]
+
+
+def test_a_call_that_is_too_long_fails_though_a_shorter_one_was_given_up(multiplexer: Multiplexer[Any]) -> None:
+    short, long = call("short", padding=10), call("long", padding=9000)
+    multiplexer.add(short, 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    multiplexer.add(long, 0.0)
+    message(multiplexer, stream)
+    assert multiplexer.cancel(short)
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "SERVER: Received message larger than max"
+    ((failed, error),) = multiplexer.broken(stream, too_long, 0.0)
+    assert failed is long
+    assert isinstance(error, InvalidRequestError)
+
+
+def test_a_reply_that_is_too_long_fails_no_other_call_once_its_own_is_given_up(multiplexer: Multiplexer[Any]) -> None:
+    given_up, other = call("given up"), call("other")
+    for each in (given_up, other):
+        multiplexer.add(each, 0.0)
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    assert multiplexer.cancel(given_up)
+    too_long = status(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    too_long.message = "CLIENT: Received message larger than max (9 vs. 5)"
+    assert multiplexer.broken(stream, too_long, 0.0) == []
+    stream = multiplexer.opened(0.0)
+    message(multiplexer, stream)
+    ((failed, _),) = multiplexer.broken(stream, too_long, 0.0)
+    assert failed is other, "now it can only be its own"
+
+
 def test_metadata_that_are_too_long_fail_all_calls_at_once(multiplexer: Multiplexer[Any]) -> None:
     """Each stream has them: no call is at fault, and messages need not be shorter."""
     for owner in "abc":

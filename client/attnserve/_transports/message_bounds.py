@@ -25,6 +25,7 @@ class MessageBounds:
         self.message_bytes = message_bytes
         """The most that several calls in a message have together."""
         self._suspects: list[int] = []
+        self._given_up: dict[int, int] = {}  # by stream
 
     @property
     def one_by_one(self) -> bool:
@@ -33,20 +34,32 @@ class MessageBounds:
             self._suspects.pop()
         return bool(self._suspects)
 
-    def too_long(self, affected: Sequence[Call[T]], error: AttnServeError) -> Call[T] | None:
+    def given_up(self, call: Call[T]) -> None:
+        """Notes that nobody waits any longer for a call that was sent: its message, or reply, may still be too long."""
+        self._given_up[call.stream] = max(self._given_up.get(call.stream, 0), call.message_size)
+
+    def ended(self, stream: int) -> int:
+        """The size of the longest message of a stream with a call that was given up, 0 if there was none. The stream
+        has ended, and will not be asked for again.
+        """
+        return self._given_up.pop(stream, 0)
+
+    def too_long(self, affected: Sequence[Call[T]], error: AttnServeError, given_up: int) -> Call[T] | None:
         """The call that made a message too long, of those in flight; the others are to be sent again. None if that is
-        not known, and all are.
+        not known, or it was one that was given up (`given_up` as from `ended`), and all are.
 
         If the longest message that was sent held a single call, it was that; if it held several, messages are shorter
         from now on. A reply was for any of them: they are sent one by one. So each time there is progress, and retries
         need no bound.
         """
         if is_of_reply(error):
-            if len(affected) == 1:
+            if len(affected) == 1 and not given_up:
                 return affected[0]
             self._suspects += [call.id for call in affected]
             return None
-        longest = max(affected, key=lambda call: call.message_size)
+        longest = max(affected, key=lambda call: call.message_size, default=None)
+        if longest is None or longest.message_size < given_up:
+            return None
         if longest.size < longest.message_size:
             self.message_bytes = longest.message_size // 2
             return None

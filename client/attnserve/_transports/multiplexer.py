@@ -182,8 +182,10 @@ class Multiplexer(Generic[T]):
 
     def _retract(self, call: Call[T]) -> None:
         """Queues a cancellation for the server, if it has been sent the call."""
-        if call.stream and call.stream == self._stream:
-            self._cancelled.append(call.id)
+        if call.stream:
+            self._bounds.given_up(call)
+            if call.stream == self._stream:
+                self._cancelled.append(call.id)
 
     def next_message(self, stream: int, now: float) -> list[Buffer] | None:
         """The pieces of the next message for a stream: all calls that are ready, up to the bounds on size and number.
@@ -287,8 +289,9 @@ class Multiplexer(Generic[T]):
         for call in affected:
             call.resent = True
         error = error_from_status(status)
-        if affected and is_of_message(error):
-            outcomes = self._too_long(affected, error)
+        given_up = self._bounds.ended(stream)
+        if (affected or given_up) and is_of_message(error):
+            outcomes = self._too_long(affected, error, given_up)
         else:
             outcomes = self._interrupted(stream, affected, status, error, now)
         if stream == self._stream:
@@ -296,9 +299,11 @@ class Multiplexer(Generic[T]):
         self._release(now)
         return outcomes
 
-    def _too_long(self, affected: list[Call[T]], error: AttnServeError) -> list[Outcome[T]]:
-        """Handles the end of a stream on which a message of these calls, or of their replies, was too long."""
-        guilty = self._bounds.too_long(affected, error)
+    def _too_long(self, affected: list[Call[T]], error: AttnServeError, given_up: int) -> list[Outcome[T]]:
+        """Handles the end of a stream on which a message of these calls, of those given up, or of a reply to either,
+        was too long.
+        """
+        guilty = self._bounds.too_long(affected, error, given_up)
         for call in affected:
             if call is not guilty:
                 call.stream = 0
