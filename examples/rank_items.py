@@ -92,12 +92,13 @@ class Ranking:
         """The score of each candidate, ``[candidates]``: its similarity to the result of its attention."""
         query = self._embeddings[candidates]
         for attempts_left in reversed(range(ATTEMPTS)):
+            cache = None
             try:
                 cache = await self._resident(user)
                 found = (await cache.attend(query, layout="length_first")).output
                 break
             except AttnServeError as error:
-                if not (attempts_left and await self._recovered(user, self._caches.get(user), error)):
+                if not (attempts_left and await self._recovered(user, cache or self._caches.get(user), error)):
                     raise
         scores: Floats = np.einsum("chd,chd->c", query, found)
         return scores
@@ -125,13 +126,21 @@ class Ranking:
             case FailedPreconditionError() if cache is not None:  # an append that we gave up was carried out
                 await cache.refresh()
             case NotFoundError() | UnavailableError():  # its lease has ended, or its server was restarted or is away
-                self._caches.pop(user, None)  # the history is here, for a new cache, perhaps on another server
+                self._forget(user, cache)  # the history is here, for a new cache, perhaps on another server
             case OverloadedError() if error.free_bytes is not None and len(self._caches) > 1:
                 idle = next(other for other in self._caches if other != user)
-                await self._caches.pop(idle).delete()
+                self._caches.move_to_end(idle)  # so that others who need room look for another one
+                cache = self._caches[idle]
+                await cache.delete()  # if we give up here, it still is among ours, deleted or not
+                self._forget(idle, cache)
             case _:
                 return False
         return True
+
+    def _forget(self, user: int, cache: AsyncCache | None) -> None:
+        """Forgets a user's cache that is gone, unless another ranking has made the next one."""
+        if self._caches.get(user) is cache:
+            self._caches.pop(user, None)
 
 
 def computed_here(embeddings: Floats, history: Sequence[int], candidates: Sequence[int]) -> Floats:

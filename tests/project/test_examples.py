@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import Server
 
-from attnserve import AsyncClient, UnavailableError
+from attnserve import AsyncCache, AsyncClient, NotFoundError, UnavailableError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PATIENCE_S = 120.0
@@ -110,6 +112,8 @@ async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, 
         await check()
         second = ranking._caches[USER]
         assert second is not first
+        assert await ranking._recovered(USER, first, NotFoundError("as to another ranking that used it"))
+        assert ranking._caches[USER] is second
         # An append that the client gave up on but the server carried out: the cache object here is unaware of it.
         ranking.looked_at(USER, [77])
         same = await client.open_cache(second.name)
@@ -119,6 +123,34 @@ async def test_a_ranking_finds_what_was_lost_and_what_was_added(server: Server, 
         assert not ranking.failures
         await ranking.close()
         assert second.name not in [cache.name for cache in await client.caches.list()]
+
+
+async def test_a_ranking_that_is_given_up_loses_no_cache_that_makes_room_for_it(
+    start_server: Callable[..., Server], rank_items: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server("--cache-bytes", "1MiB", "--cache-page-bytes", "64KiB")
+    embeddings = np.zeros((10, rank_items.HEADS, rank_items.WIDTH), np.float32)
+    asked = asyncio.Event()
+
+    async def without_an_answer(cache: AsyncCache) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with AsyncClient(server.address) as client:
+        ranking = rank_items.Ranking(client, embeddings, timeout=PATIENCE_S)
+        for user, items in ((USER, 500), (USER + 1, 800)):
+            ranking.looked_at(user, [3] * items)
+        await ranking.scores(USER, [1])
+        with monkeypatch.context() as patches:
+            patches.setattr(AsyncCache, "delete", without_an_answer)
+            given_up = asyncio.create_task(ranking.scores(USER + 1, [1]))
+            await asyncio.wait_for(asked.wait(), PATIENCE_S)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+        await ranking.scores(USER + 1, [1])
+        assert ranking.resident == 1
+        await ranking.close()
+        assert not await client.caches.list()
 
 
 async def test_what_cannot_be_computed_is_ranked_by_popularity(server: Server, rank_items: ModuleType) -> None:
