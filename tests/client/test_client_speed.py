@@ -31,6 +31,17 @@ def test_a_server_that_answers_nothing_is_ever_slower(speed: Speed) -> None:
     assert 1e6 < speed.seconds_for(10, 1e6) < inf
 
 
+def test_what_is_out_of_date_says_nothing_of_what_is_answered_from_then_on(speed: Speed) -> None:
+    """Calls that wait later may be much smaller."""
+    speed.answered(1, 10.0)
+    speed.begin(20.0, anew=True)
+    assert speed.seconds_for(1000, 20.0) == 0.0
+    speed.answered(100, 20.1)
+    assert speed.seconds_for(1000, 20.15) == 0.0, "since when these were computed is not known"
+    speed.answered(100, 20.2)
+    assert speed.seconds_for(1000, 20.2) == pytest.approx(1.0, rel=0.01)
+
+
 def test_what_a_server_that_refuses_still_has_says_how_fast_it_is() -> None:
     window = Window(3)
     window.refused(refusal(1.0), 4, 1.0, 0.0)

@@ -66,16 +66,18 @@ class Speed:
         """Calls wait from now on; `anew`, if what is known may be out of date."""
         self._at = now
         if anew:
+            self._answers = self._seconds = 0.0
             self._known = self._learnt = False
 
     def answered(self, calls: int, now: float) -> None:
         """Calls have been answered while others waited."""
-        if self._known:
+        if self._known or self._learnt:
             self._age(now)
             self._answers += calls
-        else:  # since when they were computed is not known
+            self._known = True
+        else:  # since when they were computed is not known: what follows is counted from now on
             self.begin(now)
-        self._known = self._learnt = True
+        self._learnt = True
 
     def seconds_for(self, calls: int, now: float) -> float:
         """How long so many calls should take; 0 if nothing is known."""
