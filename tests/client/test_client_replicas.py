@@ -102,6 +102,38 @@ def test_a_server_that_is_there_again_rests_no_longer() -> None:
     assert "a" in fleet.choose(2, begin + 0.2 + FIRST_REST), "for as short a time as the first time"
 
 
+def test_a_server_that_said_nothing_rests_until_it_answers() -> None:
+    fleet = Fleet("a", "b")
+    replica = fleet.at("a").replica
+    replica.was_silent(10.0, 9.0)
+    assert set(fleet.choose(3, 10.1)) == {"b"}
+    replica.worked(10.2, 1.0)  # on the stream that it has had all the time
+    assert "a" in fleet.choose(2, 10.2)
+
+
+def test_silence_does_not_make_up_for_a_failure() -> None:
+    fleet = Fleet("a", "b")
+    replica = fleet.at("a").replica
+    replica.failed(10.0)
+    replica.was_silent(10.1, 10.05)
+    replica.worked(10.2, 1.0)  # a reply that was on its way
+    assert set(fleet.choose(3, 10.2)) == {"b"}
+    replica.was_silent(20.0, 19.0)
+    replica.failed(20.1)
+    replica.worked(20.2, 1.0)
+    assert set(fleet.choose(3, 20.2)) == {"b"}
+
+
+def test_a_server_that_said_nothing_is_preferred_to_one_out_of_reach() -> None:
+    fleet = Fleet("a", "b")
+    fleet.at("a").replica.was_silent(10.0, 9.0)
+    fleet.at("b").replica.failed(10.0)
+    fleet.at("a").in_flight = 100
+    assert set(fleet.choose(3, 10.1)) == {"a"}
+    fleet.at("a").replica.asks_to_leave(10.1)
+    assert set(fleet.choose(3, 10.1)) == {"b"}
+
+
 def test_a_server_that_asks_to_leave_rests_though_it_answers() -> None:
     fleet = Fleet("a", "b")
     replica = fleet.at("a").replica

@@ -30,7 +30,18 @@ was replaced by a new one is kept as long, for callers that have just been given
 class Replica:
     """The observed state of one server."""
 
-    __slots__ = ("_failed_at", "_failures", "_leaves_until", "_look", "address", "heard", "rests_until", "room", "used")
+    __slots__ = (
+        "_failed_at",
+        "_failures",
+        "_leaves_until",
+        "_look",
+        "_was_silent",
+        "address",
+        "heard",
+        "rests_until",
+        "room",
+        "used",
+    )
 
     def __init__(self, address: str, look_up: Callable[[], object]) -> None:
         """`look_up` is called when there may be other servers now."""
@@ -39,6 +50,8 @@ class Replica:
         self._failures = 0
         self._failed_at = 0.0
         self._leaves_until = 0.0
+        self._was_silent = False
+        """Whether the last failure was that it said nothing: it may not be away, but slow for a moment."""
         self.heard = 0.0
         """When a call on it last ended, in seconds of `time.monotonic`, as far as was noted."""
         self.rests_until = 0.0
@@ -52,7 +65,12 @@ class Replica:
 
     def failed(self, now: float) -> None:
         """Notes that the server is unreachable, or takes no calls."""
-        self._failed_at = self.heard = now
+        self._failed_at = now
+        self._was_silent = False
+        self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        self.heard = now
         if now < self.rests_until:  # all calls that were in flight report the same failure
             return
         self.rests_until = now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(self._failures, 30))
@@ -70,7 +88,17 @@ class Replica:
         since, it may hang.
         """
         if self.heard < begin:
-            self.failed(now)
+            self._was_silent = self._was_silent or now >= self.rests_until
+            self._rest(now)
+
+    def rest(self, now: float) -> int:
+        """Whether other servers are preferred: 0 if not, 1 if so because it said nothing, 2 if it failed otherwise or
+        asks to leave. One that is out of reach fails so fast that it would always seem to be the least busy of those
+        that rest.
+        """
+        if self.rests_until <= now:
+            return 0
+        return 1 if self._was_silent and self._leaves_until <= now else 2
 
     @property
     def is_failing(self) -> bool:
@@ -79,12 +107,13 @@ class Replica:
 
     def worked(self, now: float, begin: float) -> None:
         """Notes that the server has answered on a stream, or to a unary call, that began at `begin`. If that was after
-        its last failure, it is there again and rests no longer; otherwise, while it rests, this is a reply that was
-        still on its way.
+        its last failure, or that was silence, it is there again and rests no longer; otherwise, while it rests, this is
+        a reply that was still on its way.
         """
         self.heard = now
-        if self._failures and (begin > self._failed_at or now >= self.rests_until):
+        if self._failures and (self._was_silent or begin > self._failed_at or now >= self.rests_until):
             self._failures = 0
+            self._was_silent = False
             self.rests_until = self._leaves_until
 
 
@@ -265,13 +294,13 @@ class Replicas(Generic[C]):
         return connection
 
     @staticmethod
-    def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[bool, bool, bool, bool, int, int]:
+    def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[int, bool, bool, bool, int, int]:
         """The least is preferred. New calls find out whether servers that failed are there again; a call that has
         itself failed at one (`avoid`) goes to one that is known to answer.
         """
         replica = connection.replica
         return (
-            replica.rests_until > now,
+            replica.rest(now),
             replica.address == avoid,
             avoid is not None and replica.is_failing,
             _is_full(connection, now),
