@@ -113,9 +113,11 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
 
     with Client(server.address, retries=0) as client:
         long, costly = np.zeros((1, 100_000, 64), np.float32), np.zeros((1, 256, 64), np.float32)
+        wide = np.zeros((1, 0, 5_000_000), np.float32)  # values, of which an output would have the width
         messages = said(
             [
                 lambda: client.attend(long, long, long),
+                lambda: client.attend(ONE, ONE[:, :0], wide),
                 lambda: client.attend(costly, costly, costly),
                 stock,
                 lambda: client.attend(ONE, ONE, ONE, mask=np.zeros((1, 1), np.float32)),

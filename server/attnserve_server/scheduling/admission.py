@@ -324,7 +324,7 @@ class Admission:
     def _check_whole(self, size: int, flops: int, reply_bytes: int) -> None:
         """Raises InvalidRequest if a request is larger than a whole bound."""
         if reply_bytes > self._max_reply_bytes:
-            expected = f"what has a reply of at most {self._max_reply_bytes} bytes"
+            expected = f"a request with a reply of at most {self._max_reply_bytes} bytes"
             raise InvalidRequest("", expected, f"{reply_bytes} bytes", LIMIT_EXCEEDED, limit="max_message_bytes")
         if size > self._max_bytes:
             expected = f"a request of at most {self._max_bytes} bytes with its reply (twice, if larger)"
