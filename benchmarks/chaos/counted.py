@@ -1,4 +1,5 @@
-"""The real server, which counts its tasks when it gets SIGUSR1: `python -m benchmarks.chaos.counted`.
+"""The real server, which counts its tasks when it gets SIGUSR1, and soon gives up connections that are half begun:
+`python -m benchmarks.chaos.counted`.
 
 In: the server's flags. Out: besides what the server writes, a line `tasks: N` on standard error for each signal.
 """
@@ -12,6 +13,7 @@ import sys
 
 from attnserve_server.devices import Device
 from attnserve_server.observability import logs
+from attnserve_server.rpc import port
 from attnserve_server.server import configured_device
 from attnserve_server.serving import run
 from attnserve_server.settings import command_line
@@ -31,6 +33,8 @@ def tell() -> None:
 
 def main() -> None:
     """Runs the server."""
+    # Callers that leave as they connect leave descriptors for so long: half a minute, in which nothing else is awaited.
+    port.SETTINGS_TIMEOUT_MS = 5_000  # type: ignore[misc]
     config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)
     run(config, opened)
