@@ -82,12 +82,15 @@ async def test_a_name_that_is_not_known_yet(server: Server, transport: Transport
     for ask in asks[:-1]:
         with Client(Resolver(server.address, 3), transport=transport) as client:
             ask(client)
-    for ask in asks:
-        client_in_loop = AsyncClient(Resolver(server.address, 3), transport=transport)
+
+    async def ask_in_tasks(ask: Callable[[Any], Any]) -> None:
+        client = AsyncClient(Resolver(server.address, 3), transport=transport)
         try:
-            await ask(client_in_loop)
+            await ask(client)
         finally:
-            await client_in_loop.close()
+            await client.close()
+
+    await asyncio.gather(*map(ask_in_tasks, asks))
 
 
 async def test_each_caller_gets_an_error_of_its_own(transport: Transport) -> None:

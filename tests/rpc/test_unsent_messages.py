@@ -38,8 +38,7 @@ def nothing(until: threading.Event) -> Iterator[bytes]:
     yield from ()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_full_server_refuses_without_it(start_server: Callable[..., Server], method: str) -> None:
+def test_a_full_server_refuses_without_it(start_server: Callable[..., Server]) -> None:
     server = start_server("--max-requests", "1")
     over = threading.Event()
     with grpc.insecure_channel(server.address, calls.ANY_LENGTH) as channel:
@@ -47,13 +46,14 @@ def test_a_full_server_refuses_without_it(start_server: Callable[..., Server], m
         unread.send(calls.call(1, calls.large_reply()))
         calls.until(lambda: calls.metric(server.http_address, "attnserve_in_flight_requests") == 1, "it is full")
         received = calls.metric(server.http_address, "attnserve_received_bytes_total")
-        error: Any = begin(channel, method, nothing(over)).exception()
+        errors: list[Any] = [begin(channel, method, nothing(over)).exception() for method in METHODS]
         over.set()
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        status = calls.status_of(error)
-        assert calls.detail(status, error_details_pb2.ErrorInfo).metadata["bound"] == "requests"
-        assert calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
-        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="requests") == 1
+        for error in errors:
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            status = calls.status_of(error)
+            assert calls.detail(status, error_details_pb2.ErrorInfo).metadata["bound"] == "requests"
+            assert calls.detail(status, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
+        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="requests") == len(METHODS)
         assert calls.metric(server.http_address, "attnserve_received_bytes_total") == received
         unread.half_close()
         assert [reply.error.code for reply in unread.rest()] == [0]
@@ -63,8 +63,7 @@ def test_a_full_server_refuses_without_it(start_server: Callable[..., Server], m
         calls.assert_answers(pb.AttendResponse.FromString(reply), request)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PLAIN_METHODS])
-def test_who_is_unknown_is_refused_without_it(start_server: Callable[..., Server], tmp_path: Path, method: str) -> None:
+def test_who_is_unknown_is_refused_without_it(start_server: Callable[..., Server], tmp_path: Path) -> None:
     callers = tmp_path / "callers.toml"
     callers.write_text(
         f'[[tokens]]\nname = "ann"\nroles = ["use", "layers"]\nhash = "{format_hash(digest(new_token()))}"\n'
@@ -72,19 +71,21 @@ def test_who_is_unknown_is_refused_without_it(start_server: Callable[..., Server
     server = start_server("--callers", str(callers))
     over = threading.Event()
     with grpc.insecure_channel(server.address) as channel:
-        error: Any = begin(channel, method, nothing(over)).exception()
+        errors: list[Any] = [begin(channel, method, nothing(over)).exception() for method in METHODS + PLAIN_METHODS]
         over.set()
-    assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert [error.code() for error in errors] == [grpc.StatusCode.UNAUTHENTICATED] * len(errors)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *PLAIN_METHODS])
-def test_a_call_that_ends_without_it_is_told_so(server: Server, method: str) -> None:
+def test_a_call_that_ends_without_it_is_told_so(server: Server) -> None:
+    """A second later: it might be cancelled."""
     with grpc.insecure_channel(server.address) as channel:
-        error: Any = begin(channel, method, iter(())).exception()
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    status = calls.status_of(error)
-    assert status.code == code_pb2.INVALID_ARGUMENT
-    assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
+        begun = [begin(channel, method, iter(())) for method in METHODS + PLAIN_METHODS]
+        errors: list[Any] = [call.exception() for call in begun]
+    for error in errors:
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        status = calls.status_of(error)
+        assert status.code == code_pb2.INVALID_ARGUMENT
+        assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"
 
 
 @pytest.mark.parametrize("method", ["AttentionService/Attend", "AttentionService/ServerInfo"])
@@ -131,14 +132,15 @@ def test_a_message_may_take_so_long(start_server: Callable[..., Server]) -> None
     assert "Traceback" not in server.stderr()
 
 
-@pytest.mark.parametrize("method", ["Check", "Watch"])
-def test_those_of_strangers_come_soon_or_not_at_all(start_server: Callable[..., Server], method: str) -> None:
+def test_those_of_strangers_come_soon_or_not_at_all(start_server: Callable[..., Server]) -> None:
     """Whatever others may take."""
     server = start_server("--max-unread-time", "0")
-    with Connection(server.address) as stranger:
-        stranger.begin(f"/grpc.health.v1.Health/{method}", 4, message=None)
-        assert stranger.until(HEADERS, True, 4)
-    assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unsent_messages") == 2
+    with Connection(server.address) as checking, Connection(server.address) as watching:
+        checking.begin("/grpc.health.v1.Health/Check", 4, message=None)
+        watching.begin("/grpc.health.v1.Health/Watch", 4, message=None)
+        assert checking.until(HEADERS, True, 4)
+        assert watching.until(HEADERS, True, 4)
+    assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unsent_messages") == 2 + 2
 
 
 def test_a_call_that_is_cancelled_without_it_is_no_bad_request(start_server: Callable[..., Server]) -> None:
