@@ -291,5 +291,7 @@ def test_a_real_server_is_asked_by_few(start_server: Callable[..., Server], tran
         unasked = sum(UNASKED in str(error) for error in errors)
         assert calls.rejections(server.http_address) + unasked == len(errors)
         assert unasked > 0
-        assert all(future.result(calls.PATIENCE_S) for future in filling)
+        for future in filling[1:]:
+            future.cancel()  # rather than wait for seconds of work
+        assert filling[0].result(calls.PATIENCE_S).output.shape == long.shape
         calls.until(lambda: client.submit(short, short, short).exception() is None, "it has room again")
