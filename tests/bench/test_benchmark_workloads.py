@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest.mock import MagicMock
 
@@ -14,6 +14,7 @@ from conftest import Server
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.settings.config import Config
+from benchmarks import decoder
 from benchmarks.attention import Attention
 from benchmarks.decode import Decode
 from benchmarks.loads import LOADS, in_process
@@ -28,7 +29,17 @@ from benchmarks.workloads import CUDA_WORKLOADS, MILLION, WORKLOADS
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The decoder's; the whole ones take 16 sequences hundreds of GFLOPs."""
+    monkeypatch.setattr(decoder, "PROMPT", 64)
+    decoder._exact.cache_clear()
+    yield
+    decoder._exact.cache_clear()
+
+
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.usefixtures("short_prompts")
 def test_torch_in_process_computes_every_request(workload: Workload) -> None:
     check = Check(workload, IN_PROCESS)
     missing = set(workload.numbers)
