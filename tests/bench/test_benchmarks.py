@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from benchmarks.report import (
     report,
 )
 from benchmarks.results import FIGURES, OPEN_FIGURES, Curve, Point, Result, WorkloadResult
+from benchmarks.servers import Running
 from benchmarks.suites import SUITES
 from benchmarks.waiting import Waiting
 from benchmarks.workloads import WORKLOADS
@@ -176,6 +178,15 @@ def test_file_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads(run.file.read_text())
 
 
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark starts no servers, and leaves this process, which goes on, as it is."""
+    monkeypatch.setattr(benchmark, "running", lambda *arguments: nullcontext(Running("", ())))
+    for name in ("torch.set_num_threads", "benchmarks.__main__.keep_memory"):
+        monkeypatch.setattr(name, lambda number: None)
+
+
+@pytest.mark.usefixtures("nothing_runs")
 def test_what_was_measured_before_the_run_was_cut_off_is_in_the_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,8 +200,6 @@ def test_what_was_measured_before_the_run_was_cut_off_is_in_the_file(
 
     file = tmp_path / "cut.json"
     monkeypatch.setattr(benchmark, "measure", measure)
-    for name in ("torch.set_num_threads", "benchmarks.__main__.keep_memory"):  # this process goes on
-        monkeypatch.setattr(name, lambda number: None)
     arguments = ["--workloads", ",".join(MEASURED), "--open", "none", "--no-curves", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     with pytest.raises(KeyboardInterrupt):
@@ -199,6 +208,7 @@ def test_what_was_measured_before_the_run_was_cut_off_is_in_the_file(
     assert {path.name for path in tmp_path.iterdir()} == {"cut.json"}
 
 
+@pytest.mark.usefixtures("nothing_runs")
 def test_curves_and_memory_are_in_the_file_before_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +226,6 @@ def test_curves_and_memory_are_in_the_file_before_what_comes_next(
     monkeypatch.setattr(benchmark, "measure_curves", lambda *arguments, **options: [curve])
     monkeypatch.setattr(benchmark, "waiting", memory)
     monkeypatch.setattr(benchmark, "growth", cut_off)
-    for name in ("torch.set_num_threads", "benchmarks.__main__.keep_memory"):  # this process goes on
-        monkeypatch.setattr(name, lambda number: None)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--workloads", "none", "--peers", "none", "--json", str(file)])
     with pytest.raises(KeyboardInterrupt):
         benchmark.main()
