@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,15 +48,16 @@ def test_demo_with_a_running_service(server: Server, client: Client) -> None:
     assert "that service holds no layer 'minilm'" in demo.stdout
 
 
-def test_demo_with_what_is_no_address() -> None:
-    demo = run("--address", "8001")
+def test_demo_with_what_is_no_address_and_without_a_service() -> None:
+    """At the same time: each imports for seconds."""
+    nowhere = "127.0.0.1:9"
+    with ThreadPoolExecutor(2) as threads:
+        wrong = threads.submit(run, "--address", "8001")
+        alone = threads.submit(run, "--address", nowhere, "--http-address", nowhere).result()
+    demo = wrong.result()
     assert demo.returncode == 2
     expected = "embed_sentences.py: error: argument --address: expected host:port, "
     assert demo.stderr.splitlines()[-1].startswith(expected), demo.stderr
-
-
-def test_demo_without_a_service() -> None:
-    demo = run("--address", "127.0.0.1:9", "--http-address", "127.0.0.1:9")
-    assert demo.returncode == 1
-    assert demo.stderr.startswith("embed_sentences: no metrics at http://127.0.0.1:9/metrics")
-    assert "Traceback" not in demo.stderr
+    assert alone.returncode == 1
+    assert alone.stderr.startswith(f"embed_sentences: no metrics at http://{nowhere}/metrics")
+    assert "Traceback" not in alone.stderr

@@ -145,10 +145,10 @@ def test_on_a_cpu_the_same_steps_run(tmp_path: Path) -> None:
         chosen = ["--device", "cpu", "--results", str(tmp_path), "--steps", ",".join(names)]
         return [sys.executable, "scripts/gpu.py", *chosen, "--", "--seconds", "0.05", "--rounds", "1"]
 
-    for names in (["look", "S1"], ["look", "S1", "D"]):
+    for names in (["look", "S1"], ["look", "S1", "S"]):
         done = subprocess.run(command(*names), capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.log").read_text().count("=== look") == 1
     assert [each["how"] for each in json.loads((tmp_path / "steps.json").read_text())] == ["well"] * 3
-    assert [each.name for each in Result.read(tmp_path / "bench.json").workloads] == ["S1", "D"]
+    assert [each.name for each in Result.read(tmp_path / "bench.json").workloads] == ["S1", "S"]
     assert {path.name for path in tmp_path.iterdir()} == {"gpu.log", "steps.json", "bench.json"}
