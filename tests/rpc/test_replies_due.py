@@ -35,30 +35,33 @@ METHODS = (
 OF_ONE, OF_ALL = 3, 8
 
 
-@pytest.mark.parametrize("path", METHODS)
-def test_a_connection_keeps_so_many_waiting(start_server: Callable[..., Server], path: str) -> None:
+def test_a_connection_keeps_so_many_waiting(start_server: Callable[..., Server]) -> None:
     """Of any more, it is told so without a message; others are answered."""
     server = start_server()
-    with Connection(server.address, window=0) as deaf, grpc.insecure_channel(server.address) as other:
-        deaf.begin(path, OF_CONNECTION + 5)
-        assert deaf.until(HEADERS, True, 5)
-        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread_replies") == 5
-        assert calls.unary(other, "ServerInfo", b"")
-        assert health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest(), timeout=calls.PATIENCE_S)
-    with Connection(server.address, window=0) as deaf:
-        deaf.begin(path)
-        assert deaf.until(HEADERS, False, 1), "there is room again"
+    for place, path in enumerate(METHODS, 1):
+        with Connection(server.address, window=0) as deaf, grpc.insecure_channel(server.address) as other:
+            deaf.begin(path, OF_CONNECTION + 5)
+            assert deaf.until(HEADERS, True, 5), path
+            refused = calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread_replies")
+            assert refused == 5 * place, path
+            assert calls.unary(other, "ServerInfo", b"")
+            assert health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest(), timeout=calls.PATIENCE_S)
+        with Connection(server.address, window=0) as deaf:
+            deaf.begin(path)
+            assert deaf.until(HEADERS, False, 1), f"there is room again: {path}"
     assert server.stop() == 0
     assert "Traceback" not in server.stderr()
 
 
-@pytest.mark.parametrize("path", METHODS)
-def test_replies_that_are_not_read_end_with_their_connection(start_server: Callable[..., Server], path: str) -> None:
+def test_replies_that_are_not_read_end_with_their_connection(start_server: Callable[..., Server]) -> None:
     server = start_server("--max-unread-time", "100ms")
-    with Connection(server.address, window=0) as deaf:
-        deaf.begin(path, 3)
-        assert deaf.is_closed_in_time()
-        assert calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread") > 0
+    late = 0.0
+    for path in METHODS:
+        with Connection(server.address, window=0) as deaf:
+            deaf.begin(path, 3)
+            assert deaf.is_closed_in_time(), path
+        before, late = late, calls.metric(server.http_address, "attnserve_rejected_requests_total", reason="unread")
+        assert late > before, path
     assert server.stop() == 0
     assert "Traceback" not in server.stderr()
 
