@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -14,6 +14,7 @@ import pytest
 from askers import Transport, arrays, transport
 from cache_keeper import Keeper, Refusal
 from calls import until
+from conftest import POOL, served
 from dam import Dam
 
 from attnserve import (
@@ -50,6 +51,47 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+@pytest.fixture(scope="module")
+def of_few_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A server that may have one cache, and another that may have eight."""
+    flags = ("--device", "cpu", *POOL, "--max-caches")
+    full, roomy = (tmp_path_factory.mktemp(name) for name in ("full", "roomy"))
+    with served((*flags, "1"), full) as one, served((*flags, "8"), roomy) as eight:
+        yield one, eight
+
+
+@pytest.fixture(scope="module")
+def of_few_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A server whose pool has four pages, and another that has many."""
+    flags = ("--device", "cpu", "--cache-page-bytes", "4KiB", "--cache-bytes")
+    full, roomy = (tmp_path_factory.mktemp(name) for name in ("full", "roomy"))
+    with served((*flags, "16KiB"), full) as four, served((*flags, "64MiB"), roomy) as many:
+        yield four, many
+
+
+@contextmanager
+def empty_again(servers: tuple[Server, Server]) -> Iterator[tuple[Server, Server]]:
+    """Servers whose caches are deleted at the end."""
+    yield servers
+    for each in servers:
+        with Client(each.address) as alone:
+            alone.caches.delete([info.name for info in alone.caches.list()])
+
+
+@pytest.fixture
+def by_caches(of_few_caches: tuple[Server, Server]) -> Iterator[tuple[Server, Server]]:
+    """`of_few_caches`, without any."""
+    with empty_again(of_few_caches) as servers:
+        yield servers
+
+
+@pytest.fixture
+def by_pages(of_few_pages: tuple[Server, Server]) -> Iterator[tuple[Server, Server]]:
+    """`of_few_pages`, without caches."""
+    with empty_again(of_few_pages) as servers:
+        yield servers
+
+
 async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: str) -> None:
     """At once: nobody waits for retries at one that is out of reach, here hundreds of seconds of them."""
     with Client([nobody, server.address], retries=100) as client:
@@ -65,9 +107,9 @@ async def test_a_cache_is_made_where_there_is_a_server(server: Server, nobody: s
         alone.create_cache(2, 8)
 
 
-async def test_a_cache_is_made_where_there_is_room(start_server: Callable[..., Server], nobody: str) -> None:
+async def test_a_cache_is_made_where_there_is_room(by_caches: tuple[Server, Server], nobody: str) -> None:
     """A server that has as many caches as it may is passed over, in any order of asking; if all have, that is said."""
-    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    full, roomy = by_caches
     addresses = [nobody, full.address, roomy.address]
     with Client(addresses, retries=0) as client:
         made = [client.create_cache(2, 8) for _ in range(5)]
@@ -85,9 +127,9 @@ async def test_a_cache_is_made_where_there_is_room(start_server: Callable[..., S
             assert len(alone.caches.list()) == count
 
 
-async def test_a_cache_is_made_where_there_is_room_without_waiting(start_server: Callable[..., Server]) -> None:
+async def test_a_cache_is_made_where_there_is_room_without_waiting(by_caches: tuple[Server, Server]) -> None:
     """Even if a lease on the full server ends so soon that a call would be sent again."""
-    full, roomy = (start_server("--device", "cpu", "--max-caches", str(most)) for most in (1, 8))
+    full, roomy = by_caches
     addresses = [full.address, roomy.address]
     with Client(full.address) as alone, Client(addresses) as client:
         leased = alone.create_cache(2, 8, ttl=4)
@@ -103,9 +145,11 @@ async def test_a_cache_is_made_where_there_is_room_without_waiting(start_server:
     assert {cache.address for cache in made} == {roomy.address}
 
 
-async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_server: Callable[..., Server]) -> None:
+async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(
+    by_caches: tuple[Server, Server], start_server: Callable[..., Server]
+) -> None:
     """Even if it is not the one that was asked last."""
-    servers = [start_server("--device", "cpu", "--max-caches", "1") for _ in range(3)]
+    servers = [by_caches[0], *(start_server("--device", "cpu", "--max-caches", "1") for _ in range(2))]
     soonest, addresses = servers[1].address, [server.address for server in servers]
 
     def fill() -> None:
@@ -125,12 +169,11 @@ async def test_of_full_servers_the_one_with_room_soonest_is_waited_for(start_ser
 
 
 async def test_caches_are_made_where_the_pool_has_room(
-    start_server: Callable[..., Server], transport: Transport, monkeypatch: pytest.MonkeyPatch
+    by_pages: tuple[Server, Server], transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a server has said that its own is full; what is asked of its caches still goes there."""
     monkeypatch.setattr(room, "LONGEST", 60.0)  # then what the server says decides
-    paged = ("--device", "cpu", "--cache-page-bytes", "4KiB", "--cache-bytes")
-    full, roomy = (start_server(*paged, size) for size in ("16KiB", "64MiB"))
+    full, roomy = by_pages
     addresses = [full.address, roomy.address]
     query, key, value = arrays()
     with Client(full.address) as alone, Client(addresses, transport=transport) as client:
