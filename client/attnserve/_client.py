@@ -47,12 +47,12 @@ class Client:
     a process that is forked with calls in flight, or after an `AsyncClient` was used in it, however idle that is.
 
     When a server goes away, the calls in flight are sent again, which is safe because attention is pure: up to
-    `retries` times each, after 0.05 to 0.1 seconds, then twice that and so on up to 5, never beyond the call's timeout.
-    Calls for which a server has no room wait for some, in the order of their priorities and ages, and no more are sent
-    to it than it has had room for. OverloadedError tells those at once that would then not be answered within their
-    timeout, and all of them if the server, asked again while it has no other call, refuses that `retries` times in a
-    row. Without retries, and with ``transport="unary"``, nothing waits so: a refused call is sent again as often as
-    others, no sooner than the server says. Other errors are not retried.
+    `retries` times each, after 0.05 to 0.1 seconds (at once if another server should answer), then twice that and so on
+    up to 5, never beyond the call's timeout. Calls for which a server has no room wait for some, in the order of their
+    priorities and ages, and no more are sent to it than it has had room for. OverloadedError tells those at once that
+    would then not be answered within their timeout, and all of them if the server, asked again while it has no other
+    call, refuses that `retries` times in a row. Without retries, and with ``transport="unary"``, nothing waits so: a
+    refused call is sent again as often as others, no sooner than the server says. Other errors are not retried.
     """
 
     def __init__(

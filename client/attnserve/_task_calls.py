@@ -129,7 +129,9 @@ class Calls:
             future = self._call_future(call.decode, operation.path, parent)
             route, find = partial(self.servers.connection, home), self._find_for(home)
             with Beginning(future):
-                self._unary.submit(UnaryCall.of(future, call, self._settings.policy, route), find)
+                self._unary.submit(
+                    UnaryCall.of(future, call, self._settings.policy, route, pinned=home is not None), find
+                )
         return future
 
     def _future(self, finish: Callable[[Any], T]) -> CallFuture[Any, T]:
@@ -187,7 +189,12 @@ class Calls:
         future = self._call_future(rpc.decode, rpc.path, parent)
         route = partial(self.servers.connection, home)
         with Beginning(future):
-            self._unary.submit(UnaryCall.of_rpc(future, rpc, seconds, self._settings.policy, route, again, given), find)
+            self._unary.submit(
+                UnaryCall.of_rpc(
+                    future, rpc, seconds, self._settings.policy, route, again, given, pinned=home is not None
+                ),
+                find,
+            )
         return future
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:

@@ -110,7 +110,7 @@ class Calls:
             future.calls = self
             route = partial(self.servers.connection, home)
             with Beginning(future):
-                self._unary.submit(ThreadCall.of(future, call, self._settings.policy, route))
+                self._unary.submit(ThreadCall.of(future, call, self._settings.policy, route, pinned=home is not None))
         return future
 
     def _future(
@@ -169,7 +169,11 @@ class Calls:
         future = self._future(rpc.decode, timeout, rpc.path, parent)
         route = partial(self.servers.connection, home)
         with Beginning(future):
-            self._unary.submit(ThreadCall.of_rpc(future, rpc, timeout, self._settings.policy, route, again, given))
+            self._unary.submit(
+                ThreadCall.of_rpc(
+                    future, rpc, timeout, self._settings.policy, route, again, given, pinned=home is not None
+                )
+            )
         return future
 
     def perform(self, plan: Plan[T]) -> T:

@@ -58,9 +58,11 @@ class Alone(Multiplexer[Any]):
         self._others = usual
 
 
-def beside(exist: Callable[[], bool], excess: Callable[[], int] = lambda: 0) -> Others:
+def beside(
+    exist: Callable[[], bool], excess: Callable[[], int] = lambda: 0, answer: Callable[[], bool] = lambda: False
+) -> Others:
     """Other servers, to which no call is moved here."""
-    return Others(exist, excess, lambda call: None)
+    return Others(exist, answer, excess, lambda call: None)
 
 
 def status(code: grpc.StatusCode) -> Status:

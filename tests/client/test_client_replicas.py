@@ -63,6 +63,18 @@ def test_idle_servers_take_turns_and_busy_ones_get_less() -> None:
     assert fleet.choose(4) == ["a"] * 4
 
 
+def test_a_server_that_rests_should_not_answer() -> None:
+    fleet = Fleet("a", "b", "c")
+    a, b = fleet.at("a"), fleet.at("b")
+    assert fleet.replicas.others_answer(a, 0.0)
+    b.replica.failed(0.0)
+    assert fleet.replicas.others_answer(a, 0.0)
+    fleet.at("c").replica.failed(0.0)
+    assert not fleet.replicas.others_answer(a, 0.0)
+    assert fleet.replicas.others_answer(b, 0.0)
+    assert fleet.replicas.others_answer(a, FIRST_REST)
+
+
 def test_one_server_is_the_only_choice() -> None:
     fleet = Fleet("a")
     assert fleet.replicas.only is fleet.at("a")

@@ -179,7 +179,7 @@ def test_to_a_server_with_room_as_many_are_sent_again_as_were_refused_elsewhere(
 
     def refused(to: Elsewhere) -> UnaryCall[None, Any]:
         call: UnaryCall[None, Any] = UnaryCall(
-            None, "", [], None, policy, lambda timeout, avoid: full_one if avoid is None else to, size=1
+            None, "", [], None, policy, lambda timeout, avoid: full_one if avoid is None else to, size=1, pinned=True
         )
         call.failed(call.connect()[0], Refused(full("requests", 0.01)))
         return call

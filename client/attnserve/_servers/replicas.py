@@ -171,6 +171,10 @@ class Replicas(Generic[C]):
         """Whether a call could be made on another connection."""
         return any(other is not connection for other in self._rotation)
 
+    def others_answer(self, connection: C, now: float) -> bool:
+        """Whether one of the others should answer: it does not rest."""
+        return any(other is not connection and not other.replica.rest(now) for other in self._rotation)
+
     def excess(self, connection: C, now: float) -> int:
         """How many calls of a connection would be answered sooner by others, as far as is known: half of what it has
         more in flight than the least busy of those that neither rest, nor have failed and not answered since, nor are

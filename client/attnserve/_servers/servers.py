@@ -147,6 +147,10 @@ class Servers(Generic[C]):
         """Whether the calls of a connection could move to another."""
         return self._replicas.others(connection)
 
+    def others_answer(self, connection: C) -> bool:
+        """Whether one of the others should answer, by all that is known."""
+        return self._replicas.others_answer(connection, time.monotonic())
+
     def excess(self, connection: C) -> int:
         """How many calls of a connection others would answer sooner."""
         return self._replicas.excess(connection, time.monotonic())

@@ -117,7 +117,9 @@ class Again(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once."""
+    """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once. Those
+    that have another server go there without waiting.
+    """
 
     retries: int
     """How often a call is sent again at most, but for those on a stream that wait for room; if 0, these do not wait."""
@@ -138,10 +140,14 @@ class RetryPolicy:
         self.retried.answered(calls, now)
         self.begun.answered(calls, now)
 
-    def delay(self, attempts: int, now: float, deadline: float) -> float | None:
-        """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up."""
+    def delay(self, attempts: int, now: float, deadline: float, *, elsewhere: bool = False) -> float | None:
+        """How long to wait before the next attempt, in seconds, after `attempts` failed ones; None to give up.
+        `elsewhere`: it may go to another server, which should answer; the first retry then does so at once.
+        """
         if attempts > self.retries:
             return None
+        if elsewhere and attempts == 1:
+            return 0.0
         longest = min(self.longest_delay, self.first_delay * 2.0 ** min(attempts - 1, 30))
         delay = longest * (0.5 + 0.5 * self.random())
         return delay if now + delay < deadline else None
@@ -171,16 +177,16 @@ class RetryPolicy:
         return delay if now + delay < deadline else None
 
     def after(
-        self, status: Status, attempts: int, now: float, deadline: float, *, resent: bool
+        self, status: Status, attempts: int, now: float, deadline: float, *, resent: bool, elsewhere: bool = False
     ) -> Again | AttnServeError:
         """What follows the last of `attempts` failed ones, which ended with `status`: another attempt, or the error to
-        give up with. `resent` says whether an attempt before this one may have run.
+        give up with. `resent` says whether an attempt before this one may have run; `elsewhere` is as in `delay`.
         """
         if not _of_the_connection(status):
             error = error_from_status(status, resent=resent)
             pause = self.after_overload(error, attempts, now, deadline)
             return error if pause is None else Again(pause, error)
-        delay = self.delay(attempts, now, deadline)
+        delay = self.delay(attempts, now, deadline, elsewhere=elsewhere)
         return given_up(status, attempts) if delay is None else Again(delay)
 
 

@@ -34,6 +34,8 @@ class Others:
 
     exist: Callable[[], bool]
     """Whether there are any that could answer."""
+    answer: Callable[[], bool]
+    """Whether there is one that should answer, by all that is known."""
     excess: Callable[[], int]
     """How many of the connection's calls they would answer sooner."""
     move: Callable[[Call[Any]], object]
@@ -130,6 +132,7 @@ class BaseConnection(ABC, Generic[S]):
         self._credentials: Final = credentials
         self.replica: Final = replica
         """The server."""
+        self._others_of: Final[Callable[..., Others]] = others
         self.unary: set[object] = set()
         """The unary calls that it has not answered."""
         kind: Callable[..., Self] = type(self)
@@ -142,7 +145,7 @@ class BaseConnection(ABC, Generic[S]):
         self._channel = self._new_channel()
         self._methods: dict[str, Any] = {}
         self._streams: Sequence[S] = [
-            self._new_stream(settings.policy, bearer, replica, others(self))
+            self._new_stream(settings.policy, bearer, replica, self.others)
             for _ in range(settings.streams if settings.transport == "stream" and not anyhow else 0)
         ]
 
@@ -174,6 +177,11 @@ class BaseConnection(ABC, Generic[S]):
         with self._lock:
             self._closed = True
             return self._anyhow
+
+    @property
+    def others(self) -> Others:
+        """The other servers, as this connection sees them. (Kept, they would keep it.)"""
+        return self._others_of(self)
 
     @property
     def in_flight(self) -> int:
@@ -211,4 +219,9 @@ def others_of(servers: Servers[B], connection: B) -> Others:
         except Exception as error:  # any error: nothing else would tell the caller
             call.owner.settle(error)
 
-    return Others(partial(servers.others, connection), partial(servers.excess, connection), move)
+    return Others(
+        partial(servers.others, connection),
+        partial(servers.others_answer, connection),
+        partial(servers.excess, connection),
+        move,
+    )

@@ -391,7 +391,8 @@ class Multiplexer(Generic[T]):
         self._cancelled.clear()
 
     def _try_again(self, call: Call[T], status: Status, now: float, outcomes: list[Outcome[T]]) -> None:
-        delay = self._policy.delay(call.attempts + 1, now, call.deadline)
+        elsewhere = not call.pinned and self._others.answer()
+        delay = self._policy.delay(call.attempts + 1, now, call.deadline, elsewhere=elsewhere)
         if delay is None:
             outcomes.append(self._end(call, retry.given_up(status, call.attempts + 1)))
             return

@@ -42,11 +42,12 @@ class UnaryCall(Generic[F, C]):
         again: Again | None = None,
         size: int | None = None,
         given: float | None = None,
+        pinned: bool,
     ) -> None:
-        """`route` gives the connection for an attempt. With `again`, it is one attempt of a call whose retries its
-        caller decides on, and `again` is what followed the last one. `size` is the length of a request that needs room
-        among others, in bytes; None for what any server answers. `given` is the timeout to tell of, if `timeout` is
-        only what is left of it.
+        """`route` gives the connection for an attempt, always to one server if `pinned`. With `again`, it is one
+        attempt of a call whose retries its caller decides on, and `again` is what followed the last one. `size` is the
+        length of a request that needs room among others, in bytes; None for what any server answers. `given` is the
+        timeout to tell of, if `timeout` is only what is left of it.
         """
         self.future: Final = future
         self.path: Final = path
@@ -58,6 +59,7 @@ class UnaryCall(Generic[F, C]):
         """After how many seconds to make the first attempt."""
         self._route: Final = route
         self._size: Final = size
+        self._pinned: Final = pinned
         self._attempts = 0
         self._resent = False
         """Whether an earlier attempt may have run: no server has said that it did not."""
@@ -69,10 +71,10 @@ class UnaryCall(Generic[F, C]):
         """When the last attempt began."""
 
     @classmethod
-    def of(cls, future: F, call: EncodedCall[Any], policy: RetryPolicy, route: Route[C]) -> Self:
+    def of(cls, future: F, call: EncodedCall[Any], policy: RetryPolicy, route: Route[C], *, pinned: bool) -> Self:
         """A call of an operation."""
         path, pieces = call.operation.path, call.pieces
-        return cls(future, path, pieces, call.timeout, policy, route, size=call.size, given=call.given)
+        return cls(future, path, pieces, call.timeout, policy, route, size=call.size, given=call.given, pinned=pinned)
 
     @classmethod
     def of_rpc(
@@ -84,11 +86,13 @@ class UnaryCall(Generic[F, C]):
         route: Route[C],
         again: Again | None,
         given: float | None,
+        *,
+        pinned: bool,
     ) -> Self:
         """A call of a plain RPC."""
         policy = policy if rpc.repeatable else NO_RETRIES
         route = to_anyhow(route) if rpc.anyhow else route
-        return cls(future, rpc.path, rpc.pieces, timeout, policy, route, again=again, given=given)
+        return cls(future, rpc.path, rpc.pieces, timeout, policy, route, again=again, given=given, pinned=pinned)
 
     @property
     def message(self) -> bytes:
@@ -126,7 +130,10 @@ class UnaryCall(Generic[F, C]):
             connection.replica.failed(now)
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not status.details:  # gRPC's own
             connection.replica.was_silent(now, self._began)
-        verdict = self._policy.after(status, self._attempts, now, self._deadline, resent=self._resent)
+        elsewhere = not self._pinned and connection.others.answer()
+        verdict = self._policy.after(
+            status, self._attempts, now, self._deadline, resent=self._resent, elsewhere=elsewhere
+        )
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
         connection.replica.room.refused(now, refusal, self._size)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._given is not None:
