@@ -182,17 +182,17 @@ def test_one_state_is_told_at_a_time(metrics: Metrics) -> None:
 
 def test_what_callers_had_is_counted_by_their_names(metrics: Metrics) -> None:
     def read(caller: str) -> list[float]:
-        names = ("requests", "query_tokens", "flops", "rejected_requests")
+        names = ("requests", "query_tokens", "flops", "device_seconds", "rejected_requests")
         return [value(metrics, f"attnserve_caller_{name}_total", caller=caller) for name in names]
 
-    assert read("anonymous") == [0, 0, 0, 0]
-    metrics.usage.of(None).computed(16, 1000)
+    assert read("anonymous") == [0, 0, 0, 0, 0]
+    metrics.usage.of(None).computed(16, 1000, 0.5)
     search = metrics.usage.of("search")
-    search.computed(1, 100)
-    search.computed(2, 200)
+    search.computed(1, 100, 0.25)
+    search.computed(2, 200, 0.5)
     metrics.usage.of("search").rejected += 1
-    assert read("anonymous") == [1, 16, 1000, 0]
-    assert read("search") == [2, 3, 300, 1]
+    assert read("anonymous") == [1, 16, 1000, 0.5, 0]
+    assert read("search") == [2, 3, 300, 0.75, 1]
 
 
 def test_what_callers_have_in_flight_is_read_by_their_names(metrics: Metrics) -> None:
@@ -238,8 +238,8 @@ def test_what_the_caches_of_callers_hold_is_read_by_their_names(metrics: Metrics
 
 def test_callers_beyond_a_bound_are_one(metrics: Metrics) -> None:
     for number in range(3 * MAX_CALLERS):
-        metrics.usage.of(f"caller-{number}").computed(1, 10)
-    metrics.usage.of("caller-0").computed(1, 10)
+        metrics.usage.of(f"caller-{number}").computed(1, 10, 0.0)
+    metrics.usage.of("caller-0").computed(1, 10, 0.0)
     callers = dict(metrics.usage.items())
     assert len(callers) == MAX_CALLERS + 2
     assert callers["other"].requests == 2 * MAX_CALLERS

@@ -47,6 +47,8 @@ def test_a_real_server_tells_what_happened(start_server: Callable[..., Server]) 
     assert read["attnserve_caller_query_tokens_total", "anonymous"] == 9
     assert read["attnserve_caller_flops_total", "anonymous"] == read["attnserve_flops_total",]
     assert read["attnserve_flops_total",] > 0
+    busy = read["attnserve_device_busy_seconds_total",]
+    assert read["attnserve_caller_device_seconds_total", "anonymous"] == pytest.approx(busy)
     assert read["attnserve_received_bytes_total",] > 3 * 3 * query.nbytes
     assert read["attnserve_sent_bytes_total",] > 3 * query.nbytes
     assert sum(count for (name, *_), count in read.items() if name == "attnserve_kernel_calls_total") > 0

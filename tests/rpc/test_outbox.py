@@ -58,7 +58,7 @@ class Sending:
         reply = pb.AttendStreamReply(id=number)
         reply.attend.output.data = bytes(MAX_JOINED_BYTES)
         message = pb.AttendStreamResponse(replies=[reply]).SerializeToString()
-        answered = Answered(message, ME, requests=1, size=len(message), query_tokens=1, flops=1)
+        answered = Answered(message, ME, requests=1, size=len(message), query_tokens=1, flops=1, device_seconds=0.0)
         self.bench.engine.computed_inline(ME, answered.size, 1, 0.0)
         self.outbox.put(Unsent([message], len(message), answered))
 

@@ -135,3 +135,5 @@ async def test_a_flood_of_them_has_no_more_than_its_callers_share(
     assert device.sizes == [8, *[1] * 9]
     place = device.batches.index([other.request])
     assert place == 2, "before six that had come before it"
+    assert [entry.device_seconds for entry in flood] == pytest.approx([0.001 / 8 + again] * 8)
+    assert other.device_seconds == pytest.approx(0.001)

@@ -132,4 +132,6 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
         await task
     assert bench.count("attnserve_batch_requests_sum") == 1
     assert bench.count("attnserve_caller_flops_total", caller="anonymous") == bench.count("attnserve_flops_total") > 0
+    busy = bench.engine.worker.busy_seconds
+    assert bench.count("attnserve_caller_device_seconds_total", caller="anonymous") == pytest.approx(busy)
     assert (bench.admission.requests, bench.admission.bytes) == (0, 0)

@@ -191,15 +191,19 @@ class Callers:
                 ("query_tokens", "Query rows computed for a caller, over all sequences."),
                 ("flops", "Floating-point operations computed for a caller."),
                 (
+                    "device_seconds",
+                    "Seconds that the device took for a caller: its part of attnserve_device_busy_seconds_total, but "
+                    "for requests that failed. A batch of several callers is divided by what its requests cost.",
+                ),
+                (
                     "rejected_requests",
                     "Requests of a caller refused for lack of room, or because their deadline was out of reach.",
                 ),
             )
         ]
         for caller, usage in self._usage.items():
-            for family, count in zip(
-                families, (usage.requests, usage.query_tokens, usage.flops, usage.rejected), strict=True
-            ):
+            counts = usage.requests, usage.query_tokens, usage.flops, usage.device_seconds, usage.rejected
+            for family, count in zip(families, counts, strict=True):
                 family.add_metric([caller], count)
         in_flight = self._sizes(
             "in_flight_bytes",

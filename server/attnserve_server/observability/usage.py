@@ -17,19 +17,21 @@ MAX_CALLERS: Final = 100
 class Usage:
     """What one caller has used."""
 
-    __slots__ = ("flops", "query_tokens", "rejected", "requests")
+    __slots__ = ("device_seconds", "flops", "query_tokens", "rejected", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
         self.query_tokens = 0
         self.flops = 0
+        self.device_seconds = 0.0
         self.rejected = 0
 
-    def computed(self, query_tokens: int, flops: int, requests: int = 1) -> None:
-        """A request was computed for it, or so many together."""
+    def computed(self, query_tokens: int, flops: int, device_seconds: float, requests: int = 1) -> None:
+        """A request was computed for it, or so many together; the device took so long for that."""
         self.requests += requests
         self.query_tokens += query_tokens
         self.flops += flops
+        self.device_seconds += device_seconds
 
 
 class UsageByCaller:

@@ -32,12 +32,17 @@ def encoded(
     metrics.phases((phases.decode, phases.queue, phases.staging, phases.compute, encode))
     if entry.trace is not None:
         entry.trace.finish("OK", end, phases._replace(encode=encode), outcome.batch_size)
-    usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
+    _take_note(entry, usage)
     return reply
 
 
 def unwanted(entry: Entry, outcome: Outcome | RequestError, engine: Engine, usage: Usage) -> None:
     """Lets go of a request whose caller has gone. What was computed for it is on its caller's account all the same."""
     if isinstance(outcome, Outcome):
-        usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops)
+        _take_note(entry, usage)
     engine.release(entry)
+
+
+def _take_note(entry: Entry, usage: Usage) -> None:
+    """Adds what was computed to its caller's account."""
+    usage.computed(entry.request.extent.query_tokens, entry.request.extent.flops, entry.device_seconds)

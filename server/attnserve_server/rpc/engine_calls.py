@@ -55,7 +55,7 @@ class EngineCalls:
         if fast_path is not None and trace is None:
             answered = fast_path.answer_request(caller, message, arrival, timeout)
             if isinstance(answered, Answered):
-                usage.computed(answered.query_tokens, answered.flops)
+                usage.computed(answered.query_tokens, answered.flops, answered.device_seconds)
                 when_sent(partial(self._engine.release, answered))
                 return answered.message
             learns = answered.learns

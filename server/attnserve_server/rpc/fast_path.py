@@ -43,6 +43,7 @@ class Answered:
     size: int
     query_tokens: int
     flops: int
+    device_seconds: float
 
 
 class Declined(NamedTuple):
@@ -136,11 +137,12 @@ class FastPath:
             if turn is not None:
                 turn.end(failed=answer is None)
         size = min(size, 2 * len(answer))  # as `Engine.answered` leaves of any entry
-        engine.computed_inline(caller.share, size, requests, compute_ns * 1e-9)
-        encode = (perf_counter() - staged - compute_ns * 1e-9) / requests
+        seconds = compute_ns * 1e-9
+        engine.computed_inline(caller.share, size, requests, seconds)
+        encode = (perf_counter() - staged - seconds) / requests
         self._metrics.batch(requests, flops, asked.tokens, 0.0, {NAME: calls})
-        self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, compute_ns * 1e-9, encode), requests)
-        return Answered(answer, caller.share, requests, size, asked.tokens, flops)
+        self._metrics.phases((decode_ns * 1e-9, queue_ns * 1e-9, staging, seconds, encode), requests)
+        return Answered(answer, caller.share, requests, size, asked.tokens, flops, seconds)
 
     def learn_from(self, request: Work, message: bytes, begin: int) -> None:
         """Takes note of a request that went the ordinary way; `begin` is where it begins in the message. When one like

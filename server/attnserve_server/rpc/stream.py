@@ -230,7 +230,7 @@ class CallStream:
             self._learns = answered.learns
             return False
         self._streams.endings.ended(ATTENDED, "OK", arrival, requests=answered.requests)
-        self._usage.computed(answered.query_tokens, answered.flops, answered.requests)
+        self._usage.computed(answered.query_tokens, answered.flops, answered.device_seconds, answered.requests)
         self._outbox.put(Unsent([answered.message], len(answered.message), answered, answered.requests))
         return True
 

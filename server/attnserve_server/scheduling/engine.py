@@ -327,6 +327,7 @@ class Engine:
         since = self.worker.free(run, now)
         for entry in batch.entries:
             self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
+            entry.device_seconds += (now - since) * entry.cost / max(1, batch.cost)
         if len(parts) == 1 and not isinstance(parts[0].outcome, RequestError):  # the time of a failure says nothing
             # The next batch has begun already, or will not begin as soon as it could.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests

@@ -69,6 +69,8 @@ class Entry:
     trace: Trace | None
     cancelled: bool = field(default=False, init=False)
     answered: bool = field(default=False, init=False)
+    device_seconds: float = field(default=0.0, init=False)
+    """Its share of the time that the device took for the batches that it was in."""
     kind: str = field(init=False)
     """The kind of work: how long work takes is learnt per kind."""
     cost: int = field(init=False)
