@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multiplexed import DONE, POLICY, Alone, asked, call, full, message, status
 
-from attnserve import (
-    AttnServeError,
-    InvalidRequestError,
-    OverloadedError,
-    ProtocolError,
-    UnavailableError,
-)
+from attnserve import AttnServeError, InvalidRequestError, OverloadedError, ProtocolError, UnavailableError
 from attnserve._requests.operation import APPLY, ATTEND
 from attnserve._requests.reply import Reply, Response
 from attnserve._settings.retry import RetryPolicy
