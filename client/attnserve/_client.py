@@ -231,7 +231,7 @@ class Client:
         - `timeout`: seconds to wait for the reply; None for no limit. Default: the client's.
         - `priority`: from -8 to 8, higher runs first. Default 0.
         - `caches`: resident caches of this client, one for each of the B sequences, each with as many layers as the
-          decoder has blocks, all of one length (else `FailedPreconditionError`); the blocks append their keys and
+          decoder has blocks, these all of one length (else `FailedPreconditionError`); the blocks append their keys and
           values to them. Inputs attend to everything in the caches, and their positions continue from the caches'
           lengths.
         - `cache`: a single cache, instead of `caches`.

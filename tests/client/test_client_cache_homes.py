@@ -293,7 +293,7 @@ def test_a_home_is_left_when_its_caches_are_no_longer_used(
     server: Server, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not while a call is in flight there, and it is found again. The client's own address is fixed."""
-    monkeypatch.setattr(replicas, "FORGET_AFTER", 0.25)
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 1.0)
     query, key, value = arrays()
     with (
         Dam(server.address) as slow,
@@ -318,7 +318,7 @@ def test_a_home_is_left_when_its_caches_are_no_longer_used(
 
 
 async def test_so_is_it_in_tasks(server: Server, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "FORGET_AFTER", 0.25)
+    monkeypatch.setattr(replicas, "FORGET_AFTER", 1.0)
     query, key, value = arrays()
     with Dam(server.address) as slow, Dam(server.address) as home:
         async with AsyncClient(server.address, transport=transport) as client, await client.create_cache(2, 8) as cache:

@@ -45,6 +45,7 @@ def test_only_the_first_retry_does_not_wait() -> None:
     gone = status(grpc.StatusCode.UNAVAILABLE)
     assert policy.after(gone, 1, 0.0, inf, resent=False, elsewhere=True) == Again(0.0)
     assert RetryPolicy(0).delay(1, 0.0, inf, elsewhere=True) is None
+    assert policy.delay(1, 2.0, 2.0, elsewhere=True) is None
 
 
 def test_nobody_waits_while_another_server_answers(

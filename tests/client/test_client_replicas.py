@@ -63,7 +63,7 @@ def test_idle_servers_take_turns_and_busy_ones_get_less() -> None:
     assert fleet.choose(4) == ["a"] * 4
 
 
-def test_a_server_that_rests_should_not_answer() -> None:
+def test_which_servers_should_answer() -> None:
     fleet = Fleet("a", "b", "c")
     a, b = fleet.at("a"), fleet.at("b")
     assert fleet.replicas.others_answer(a, 0.0)
@@ -72,7 +72,13 @@ def test_a_server_that_rests_should_not_answer() -> None:
     fleet.at("c").replica.failed(0.0)
     assert not fleet.replicas.others_answer(a, 0.0)
     assert fleet.replicas.others_answer(b, 0.0)
+    assert not fleet.replicas.others_answer(a, FIRST_REST), "nobody knows"
+    b.replica.worked(FIRST_REST, FIRST_REST)
     assert fleet.replicas.others_answer(a, FIRST_REST)
+    fleet.refuse("b", FIRST_REST, 1.0)
+    assert not fleet.replicas.others_answer(a, FIRST_REST), "both are full or away"
+    lone = Fleet("a")
+    assert not lone.replicas.others_answer(Connected(Replica("a", lambda: None)), 0.0), "it is the same server"
 
 
 def test_one_server_is_the_only_choice() -> None:

@@ -42,6 +42,13 @@ def test_what_is_out_of_date_says_nothing_of_what_is_answered_from_then_on(speed
     assert speed.seconds_for(1000, 20.2) == pytest.approx(1.0, rel=0.01)
 
 
+def test_what_a_server_says_counts_until_its_answers_tell(speed: Speed) -> None:
+    speed.begin(20.0, anew=True)
+    speed.answered(1, 20.1)
+    speed.told(10, 1.0, 20.1)
+    assert speed.seconds_for(10, 20.1) == pytest.approx(1.0)
+
+
 def test_what_a_server_that_refuses_still_has_says_how_fast_it_is() -> None:
     window = Window(3)
     window.refused(refusal(1.0), 4, 1.0, 0.0)

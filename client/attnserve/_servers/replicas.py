@@ -67,9 +67,9 @@ class Replica:
         """Notes that the server is unreachable, or takes no calls."""
         self._failed_at = now
         self._was_silent = False
-        self._rest(now)
+        self._begin_rest(now)
 
-    def _rest(self, now: float) -> None:
+    def _begin_rest(self, now: float) -> None:
         self.heard = now
         if now < self.rests_until:  # all calls that were in flight report the same failure
             return
@@ -89,10 +89,10 @@ class Replica:
         """
         if self.heard < begin:
             self._was_silent = self._was_silent or now >= self.rests_until
-            self._rest(now)
+            self._begin_rest(now)
 
     def rest(self, now: float) -> int:
-        """Whether other servers are preferred: 0 if not, 1 if so because it said nothing, 2 if it failed otherwise or
+        """How much others are preferred: 0 if not at all, 1 because it said nothing, 2 because it failed otherwise or
         asks to leave. One that is out of reach fails so fast that it would always seem to be the least busy of those
         that rest.
         """
@@ -172,19 +172,18 @@ class Replicas(Generic[C]):
         return any(other is not connection for other in self._rotation)
 
     def others_answer(self, connection: C, now: float) -> bool:
-        """Whether one of the others should answer: it does not rest."""
-        return any(other is not connection and not other.replica.rest(now) for other in self._rotation)
+        """Whether one of the other servers should answer, by all that is known."""
+        return any(
+            other.replica.address != connection.replica.address and _should_answer(other, now)
+            for other in self._rotation
+        )
 
     def excess(self, connection: C, now: float) -> int:
         """How many calls of a connection would be answered sooner by others, as far as is known: half of what it has
         more in flight than the least busy of those that neither rest, nor have failed and not answered since, nor are
         full.
         """
-        free = [
-            other.in_flight
-            for other in self._rotation
-            if not (other.replica.rests_until > now or other.replica.is_failing or _is_full(other, now))
-        ]
+        free = [other.in_flight for other in self._rotation if _should_answer(other, now)]
         return max(0, connection.in_flight - min(free)) // 2 if free else 0
 
     def update(self, addresses: Iterable[str], now: float) -> None:
@@ -317,6 +316,14 @@ class Replicas(Generic[C]):
         """The same for a new cache: a server whose pool is full would make one, and refuse what is appended to it."""
         rests, *others = Replicas._preference(connection, now)
         return rests, connection.replica.room.pool_until > now, *others
+
+
+def _should_answer(connection: Connection, now: float) -> bool:
+    """Whether a server should answer, by all that is known: it neither rests, nor has failed and not answered since,
+    nor is full.
+    """
+    replica = connection.replica
+    return not (replica.rests_until > now or replica.is_failing or _is_full(connection, now))
 
 
 def _is_full(connection: Connection, now: float) -> bool:

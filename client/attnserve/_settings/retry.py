@@ -118,7 +118,7 @@ class Again(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once. Those
-    that have another server go there without waiting.
+    that have another server first try that, without waiting.
     """
 
     retries: int
@@ -147,7 +147,7 @@ class RetryPolicy:
         if attempts > self.retries:
             return None
         if elsewhere and attempts == 1:
-            return 0.0
+            return 0.0 if now < deadline else None
         longest = min(self.longest_delay, self.first_delay * 2.0 ** min(attempts - 1, 30))
         delay = longest * (0.5 + 0.5 * self.random())
         return delay if now + delay < deadline else None

@@ -180,7 +180,7 @@ class BaseConnection(ABC, Generic[S]):
 
     @property
     def others(self) -> Others:
-        """The other servers, as this connection sees them. (Kept, they would keep it.)"""
+        """The other servers, as this connection sees them."""
         return self._others_of(self)
 
     @property

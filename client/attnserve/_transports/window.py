@@ -57,8 +57,8 @@ class Speed:
         self._known = self._learnt = False
 
     def told(self, calls: int, seconds: float, now: float) -> None:
-        """The server says that it needs so long for some calls. Holds until it has answered any."""
-        if not self._learnt:
+        """The server says that it needs so long for some calls. Holds until its speed is known from its answers."""
+        if not (self._learnt and self._known):
             self._answers, self._seconds, self._at = TOLD_S * calls / seconds, TOLD_S, now
             self._known = True
 
