@@ -35,7 +35,9 @@ class MessageBounds:
         return bool(self._suspects)
 
     def given_up(self, call: Call[T]) -> None:
-        """Notes that nobody waits any longer for a call that was sent: its message, or reply, may still be too long."""
+        """Notes that nobody waits any longer for a call that was sent: its message, or reply, may still be too long. So
+        it counts for as long as its stream lasts, though it may have been answered: at worst others are sent once more.
+        """
         self._given_up[call.stream] = max(self._given_up.get(call.stream, 0), call.message_size)
 
     def ended(self, stream: int) -> int:

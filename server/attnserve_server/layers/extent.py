@@ -87,10 +87,13 @@ class Extents:
             hides=not application.tensors.keys().isdisjoint(("mask", "bias")),
         )
         limits.check_flops(cost.weighed)
-        keys = lengths if context_lengths is None or specification.kind == "transformer" else context_lengths
-        longest, longest_keys = (max(each, default=0) for each in (lengths, keys))
+        of_context = None if specification.kind == "transformer" else context_lengths
         if application.batched:
-            longest, longest_keys = application.length, application.length if keys is lengths else application.keys
+            longest = application.length
+            longest_keys = longest if of_context is None else application.keys
+        else:
+            longest = max(lengths, default=0)
+            longest_keys = longest if of_context is None else max(of_context, default=0)
         if not application.resident:
             target = (application.batch, layer.query_heads, longest, longest_keys)
             check_masks(application.tensors, target, application.mask_axes)
