@@ -19,7 +19,7 @@ import torch
 from attnserve import Cache as RemoteCache
 from attnserve import Client
 from attnserve_server.caches.attend import attend_cache
-from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.query import CacheQuery
 from attnserve_server.caches.shape import CacheShape
@@ -83,7 +83,7 @@ def _in_process(tokens: int) -> list[Growth]:
     pool_bytes = (-(-tokens // SHAPE.tokens_per_page(PAGE_BYTES)) + FORKS + 2) * PAGE_BYTES
     store = CacheStore(pool_bytes, PAGE_BYTES, FORKS + 2, SHAPE.layers)
     pool = PagePool(pool_bytes, PAGE_BYTES, torch.device("cpu"), None)
-    empty, full = (store.create(SHAPE, None, monotonic(), None, b"") for _ in range(2))
+    empty, full = (store.create(SHAPE, None, monotonic(), Origin(None)) for _ in range(2))
     key, value = (torch.ones(HEADS, 1, HEAD_DIM) for _ in range(2))
 
     def append() -> None:
@@ -125,12 +125,12 @@ def _steps(tokens: int) -> Growth:
         run()
         return statistics.median(_timed(run)[0] for _ in range(STEPS)) * 1e6
 
-    trunk = append(store.create(SHAPE, None, monotonic(), None, b""), tokens)
+    trunk = append(store.create(SHAPE, None, monotonic(), Origin(None)), tokens)
     forks = [append(store.fork(trunk, None, monotonic(), b"", None), 1) for _ in range(STEPPED)]
     shared = times(forks)
     for cache in (trunk, *forks):
         store.delete(cache)
-    own = times([append(store.create(SHAPE, None, monotonic(), None, b""), tokens + 1) for _ in range(STEPPED)])
+    own = times([append(store.create(SHAPE, None, monotonic(), Origin(None)), tokens + 1) for _ in range(STEPPED)])
     device.close()
     return Growth(
         f"step of {STEPPED}, in process", f"forks of one of {tokens:,} tokens", f"{tokens:,} each", shared, own

@@ -193,7 +193,8 @@ def requests(caches: Caches) -> dict[str, dict[str, Message]]:
         "CacheService/Create": {
             "": caches_pb2.CacheServiceCreateRequest(
                 **PLAIN_CACHE, value_dim=D, layers=1, ttl={"nanos": 1}, request_id=b"1"
-            )
+            ),
+            "aliased": caches_pb2.CacheServiceCreateRequest(**PLAIN_CACHE, ttl={"nanos": 1}, alias="it"),
         },
         "CacheService/Append": {
             "": caches_pb2.CacheServiceAppendRequest(

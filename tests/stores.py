@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.changes import Change, Cut, Grow
 from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.layer import Placement
@@ -24,10 +24,16 @@ class Store(CacheStore):
     carried out without having waited.
     """
 
-    def create(
-        self, shape: CacheShape, ttl: float | None, now: float, owner: str | None = None, request_id: bytes = b""
+    def create(  # type: ignore[override]
+        self,
+        shape: CacheShape,
+        ttl: float | None,
+        now: float,
+        owner: str | None = None,
+        request_id: bytes = b"",
+        alias: str = "",
     ) -> Cache:
-        return super().create(shape, ttl, now, owner, request_id)
+        return super().create(shape, ttl, now, Origin(owner, request_id, alias=alias))
 
     def get(self, name: str, now: float, owner: str | None = None) -> Cache:
         return super().get(name, now, owner)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
-from attnserve._caching.creation import Making
 from attnserve._caching.pending import pending
-from attnserve._errors import ClientClosedError, DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import AsyncLayers
@@ -165,6 +165,7 @@ class AsyncClient:
         layers: int = 1,
         dtype: Any = "float32",
         ttl: float | None = None,
+        alias: str | None = None,
         timeout: Timeout = ...,
     ) -> AsyncCache:
         """Creates an empty cache on the server. Arguments are those of `Client.create_cache`.
@@ -172,20 +173,13 @@ class AsyncClient:
         What it returns can be awaited, or entered: ``async with client.create_cache(8, 64) as cache`` deletes the cache
         when the body ends.
         """
-        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl, alias)
         timeout = self._calls.seconds(timeout)
-        servers = self._calls.servers.each_once(await self._calls.servers.resolve_soon(timeout))
-        with Making(rpc, self._calls.tell) as making:
-            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
-                try:
-                    info = await self._calls.ask(rpc, left, address, again, timeout)
-                except (OverloadedError, UnavailableError) as error:
-                    making.failed(error)
-                else:
-                    cache = AsyncCache(self, info, self._calls.servers.home_of(address, info))
-                    making.done()
-                    return cache
-        raise making.failure
+        if alias is not None:
+            home = self._calls.servers.home_for(alias, await self._calls.servers.resolve_soon(timeout))
+            info = await self._calls.ask(rpc, timeout, home)
+            return AsyncCache(self, info, home or info.address, opened=True)
+        return await self._calls.make(rpc, timeout, partial(AsyncCache, self))
 
     @pending
     async def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> AsyncCache:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.caches import Cache, Caches, find
-from attnserve._caching.creation import Making
-from attnserve._errors import ClientClosedError, DeadlineExceededError, OverloadedError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo
 from attnserve._layers import Layers
@@ -283,6 +283,7 @@ class Client:
         layers: int = 1,
         dtype: Any = "float32",
         ttl: float | None = None,
+        alias: str | None = None,
         timeout: Timeout = ...,
     ) -> Cache:
         """Creates an empty cache on the server. As a context manager, the cache is deleted when the body ends.
@@ -294,6 +295,9 @@ class Client:
           whatever is appended.
         - `ttl`: how long it lives after its last use, in seconds; then it is not found any more, and evicted when room
           is needed. Default: as the server is configured, or else until it is deleted.
+        - `alias`: a name of your own for it, such as ``"user:42"``, of at most 256 bytes. If you have a cache of this
+          alias already, perhaps made by another process, this finds it: with the tokens and the ttl that it has, and as
+          if by `open_cache`. Of several servers, the alias decides which one has it.
         - `timeout`: in seconds for each server that is asked; None for no limit. Default: the client's.
 
         Retries never make a second cache. If a server is full or unavailable, another is asked at once. If all are, one
@@ -302,20 +306,13 @@ class Client:
         deleted as soon as its server hears of that; if it never does, the cache stays until its `ttl` ends, and
         `caches` lists it.
         """
-        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl)
+        rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl, alias)
         timeout = self._calls.seconds(timeout)
-        with Making(rpc, self._calls.tell) as making:
-            servers = self._calls.servers.each_once(timeout)
-            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
-                try:
-                    info = self._calls.ask(rpc, left, address, again, timeout)
-                except (OverloadedError, UnavailableError) as error:
-                    making.failed(error)
-                else:
-                    cache = Cache(self, info, self._calls.servers.home_of(address, info))
-                    making.done()
-                    return cache
-        raise making.failure
+        if alias is not None:
+            home = self._calls.servers.home_for(alias, timeout)
+            info = self._calls.ask(rpc, timeout, home)
+            return Cache(self, info, home or info.address, opened=True)
+        return self._calls.make(rpc, timeout, partial(Cache, self))
 
     def open_cache(self, name: str, *, address: str | None = None, timeout: Timeout = ...) -> Cache:
         """A cache that was created elsewhere, by its name. `NotFoundError` if the caller has no cache of that name.

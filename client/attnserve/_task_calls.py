@@ -11,11 +11,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from attnserve._caching.creation import Making
 from attnserve._caching.plans import Plan, Request
 from attnserve._caching.transaction import Transaction
 from attnserve._caching.turns import Turns
-from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
+from attnserve._errors import ClientClosedError, DeadlineExceededError, OverloadedError, UnavailableError
 from attnserve._process import Process
+from attnserve._requests.cache_requests import CacheInfo
 from attnserve._requests.call import EncodedCall
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
@@ -196,6 +198,26 @@ class Calls:
                 find,
             )
         return future
+
+    async def make(
+        self, rpc: Rpc[Any, CacheInfo], timeout: float | None, handle: Callable[[CacheInfo, str | None], T]
+    ) -> T:
+        """Has a cache made by the first server that can, within `timeout` seconds for each.
+
+        Returns what `handle` makes of the cache's description and of the address for calls on it.
+        """
+        servers = self.servers.each_once(await self.servers.resolve_soon(timeout))
+        with Making(rpc, self.tell) as making:
+            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
+                try:
+                    info = await self.ask(rpc, left, address, again, timeout)
+                except (OverloadedError, UnavailableError) as error:
+                    making.failed(error)
+                else:
+                    cache = handle(info, self.servers.home_of(address, info))
+                    making.done()
+                    return cache
+        raise making.failure
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
         """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""

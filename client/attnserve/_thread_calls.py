@@ -15,11 +15,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from attnserve._caching.creation import Making
 from attnserve._caching.plans import Plan, Request
 from attnserve._caching.transaction import Transaction, perform
 from attnserve._caching.turns import Turns
-from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError, no_reply
+from attnserve._errors import (
+    ClientClosedError,
+    DeadlineExceededError,
+    OverloadedError,
+    UnavailableError,
+    no_reply,
+)
 from attnserve._process import Process
+from attnserve._requests.cache_requests import CacheInfo
 from attnserve._requests.call import EncodedCall
 from attnserve._rpc import Rpc
 from attnserve._servers.replicas import Replica
@@ -146,6 +154,24 @@ class Calls:
         With `again`, it is sent once: the caller decides on retries.
         """
         return wait(self._send_rpc(rpc, self.seconds(timeout), None, home, again, given), given)
+
+    def make(self, rpc: Rpc[Any, CacheInfo], timeout: float | None, handle: Callable[[CacheInfo, str | None], T]) -> T:
+        """Has a cache made by the first server that can, within `timeout` seconds for each.
+
+        Returns what `handle` makes of the cache's description and of the address for calls on it.
+        """
+        with Making(rpc, self.tell) as making:
+            servers = self.servers.each_once(timeout)
+            for address, left, again in making.attempts(servers, self._settings.policy, timeout):
+                try:
+                    info = self.ask(rpc, left, address, again, timeout)
+                except (OverloadedError, UnavailableError) as error:
+                    making.failed(error)
+                else:
+                    cache = handle(info, self.servers.home_of(address, info))
+                    making.done()
+                    return cache
+        raise making.failure
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
         """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""

@@ -36,6 +36,7 @@ class Model:
     waiting: list[Operation] = field(default_factory=list)
     users: int = 0
     deleted: bool = False
+    alias: str = ""
 
 
 @dataclass(eq=False)

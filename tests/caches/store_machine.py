@@ -51,20 +51,29 @@ class StoreMachine(World, RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(ttl=st.sampled_from([None, 5.0, 20.0, None, 1.0]))
-    def is_created(self, ttl: float | None) -> None:
-        self.create(ttl)
+    @rule(ttl=st.sampled_from([None, 5.0, 20.0, None, 1.0]), alias=st.sampled_from(["", "", "one", "two"]))
+    def is_created(self, ttl: float | None, alias: str) -> None:
+        self.create(ttl, alias)
 
-    def create(self, ttl: float | None) -> None:
+    def create(self, ttl: float | None, alias: str = "") -> None:
+        [known] = [model for model in self.present() if alias and model.alias == alias] or [None]
+        if known in self.expired():
+            self.models.remove(known)  # it is evicted first, whatever else has expired
+            known = None
         try:
-            cache = self.store.create(SHAPE, ttl, self.now)
+            cache = self.store.create(SHAPE, ttl, self.now, alias=alias)
         except Overloaded:
             self.see_evictions()
+            assert known is None
             assert len(self.present()) == MAX_CACHES
             assert not self.expired()
+            return
+        self.see_evictions()
+        if known is None:
+            self.add(cache, [[] for _ in range(LAYERS)], ttl, alias)
         else:
-            self.see_evictions()
-            self.add(cache, [[] for _ in range(LAYERS)], ttl)
+            assert cache is known.cache
+            self.renew(known)
 
     @rule(
         which=INDEX,
@@ -267,8 +276,8 @@ class StoreMachine(World, RuleBasedStateMachine):
         assert self.store.get(model.cache.name, self.now) is model.cache
         return True
 
-    def add(self, cache: Cache, tokens: list[list[int]], ttl: float | None) -> None:
-        self.models.append(Model(cache, tokens, ttl, inf))
+    def add(self, cache: Cache, tokens: list[list[int]], ttl: float | None, alias: str = "") -> None:
+        self.models.append(Model(cache, tokens, ttl, inf, alias=alias))
         self.renew(self.models[-1])
 
     def arrive(self, operation: Operation, until: str) -> None:

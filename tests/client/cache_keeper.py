@@ -77,8 +77,8 @@ class Keeper:
         """By method, what to do before a request is carried out."""
         self.after: dict[str, Callable[[Any, grpc.ServicerContext], object]] = {}
         """By method, what to do with a reply before it is sent."""
-        self._made: dict[bytes, Kept] = {}
-        """By request id."""
+        self._made: dict[bytes | str, Kept] = {}
+        """By request id, or by alias."""
         self._lock = threading.Lock()
         self._names = iter(f"cache-{number}" for number in range(10_000))
 
@@ -156,7 +156,8 @@ class Keeper:
         return self.caches[name]
 
     def _create(self, request: caches_pb2.CacheServiceCreateRequest) -> Message:
-        if (made := self._made.get(request.request_id)) is not None:
+        assert bool(request.request_id) != bool(request.alias)
+        if (made := self._made.get(request.request_id or request.alias)) is not None:
             return caches_pb2.CacheServiceCreateResponse(cache=made.describe())
         info = caches_pb2.Cache(
             name=next(self._names),
@@ -165,12 +166,14 @@ class Keeper:
             value_dim=request.value_dim or request.head_dim,
             layers=request.layers or 1,
             dtype=request.dtype,
+            alias=request.alias,
         )
         if request.HasField("ttl"):
             info.ttl.CopyFrom(request.ttl)
             info.remaining.CopyFrom(request.ttl)
         empty = np.empty((info.num_kv_heads, 0, info.head_dim)), np.empty((info.num_kv_heads, 0, info.value_dim))
-        kept = self.caches[info.name] = self._made[request.request_id] = Kept(info, [empty] * info.layers)
+        kept = self.caches[info.name] = Kept(info, [empty] * info.layers)
+        self._made[request.request_id or request.alias] = kept
         return caches_pb2.CacheServiceCreateResponse(cache=kept.describe())
 
     def _append(self, request: caches_pb2.CacheServiceAppendRequest) -> Message:

@@ -318,7 +318,7 @@ def test_the_command_lists_caches(address: str, capsys: pytest.CaptureFixture[st
         client.create_cache(H, D, layers=2).append(*part(0, 20), layer=1)
     assert cli.main(["caches", address]) == 0
     title, first, second, room = capsys.readouterr().out.splitlines()
-    assert title.split() == ["name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left"]
+    assert title.split() == ["name", "alias", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left"]
     assert first.split() == ["cache-0", "bfloat16", "8", "×", "64/32", "4", "0", "0", "0", "600", "s", "600", "s"]
     assert second.split() == ["cache-1", "float32", "2", "×", "3", "2", "20", "1,920", "0"], "of the longest layer"
     assert room == "1,000 of 1,048,576 bytes are free"

@@ -30,7 +30,7 @@ from attnserve import (
 )
 from attnserve.v1 import attention_pb2, caches_pb2, layers_pb2
 
-INFO: Final = CacheInfo("cache", 2, 3, 4, 2, "float32", (5, 6), 0, 0, 7.0, 6.0)
+INFO: Final = CacheInfo("cache", 2, 3, 4, 2, "float32", (5, 6), 0, 0, 7.0, 6.0, alias="mine")
 
 FACTS: Final = {
     "name": "cache",
@@ -41,6 +41,7 @@ FACTS: Final = {
     "dtype": "float32",
     "ttl": 7.0,
     "address": "host:1",
+    "alias": "mine",
     "length": 5,
     "lengths": (5, 6),
 }

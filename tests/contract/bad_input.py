@@ -268,6 +268,8 @@ def of_caches() -> Iterator[Case]:
     yield Case(CREATE, "", "head_dim", 2**32 - 1, "head_dim", INVALID, "LIMIT_EXCEEDED")
     yield Case(CREATE, "", "value_dim", 2**32 - 1, "value_dim", INVALID, "LIMIT_EXCEEDED")
     yield Case(CREATE, "", "layers", 2**32 - 1, "layers", INVALID, "LIMIT_EXCEEDED")
+    yield Case(CREATE, "", "alias", "it", "request_id")
+    yield Case(CREATE, "aliased", "alias", "é" * 129)
     for method in (CREATE, FORK):
         yield Case(method, "", "request_id", bytes(65), "request_id")
         yield Case(method, "", "ttl", {}, "ttl")

@@ -82,6 +82,11 @@ class Handle:
         return self._state.info.ttl
 
     @property
+    def alias(self) -> str | None:
+        """The name that its caller gave it when it was created; None if it has none."""
+        return self._state.info.alias
+
+    @property
     def address(self) -> str | None:
         """Where the server that holds it can be reached, also for `Client.open_cache`; None if not known."""
         return self._state.info.address or self._state.home

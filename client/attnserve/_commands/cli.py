@@ -372,8 +372,8 @@ def _pool_text(pool: CachePool) -> str:
     """The caches, one per line, and how full the pool is."""
     if not pool.caches:
         return f"no caches are open; {_room(pool)}"
-    titles = ("name", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
-    return f"{table([titles, *map(_cache_row, pool.caches)], words=2)}\n{_room(pool)}"
+    titles = ("name", "alias", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
+    return f"{table([titles, *map(_cache_row, pool.caches)], words=3)}\n{_room(pool)}"
 
 
 def _room(pool: CachePool) -> str:
@@ -384,6 +384,7 @@ def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
     width = str(cache.head_dim) if cache.value_dim == cache.head_dim else f"{cache.head_dim}/{cache.value_dim}"
     return (
         cache.name,
+        repr(cache.alias or "")[1:-1],  # which nobody has checked for what a terminal would obey
         cache.dtype,
         f"{cache.num_kv_heads} × {width}",
         str(cache.layers),

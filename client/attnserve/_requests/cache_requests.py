@@ -74,6 +74,7 @@ class CacheInfo:
     - `ttl`: how long it lives after its last use, in seconds; None: until it is deleted.
     - `remaining`: how much of that is left, in seconds; None without a ttl.
     - `address`: where the server that holds it can be reached; None if it does not say.
+    - `alias`: the name that its caller gave it; None if it has none.
     """
 
     name: str
@@ -88,6 +89,7 @@ class CacheInfo:
     ttl: float | None
     remaining: float | None
     address: str | None = None
+    alias: str | None = None
 
     def __repr__(self) -> str:
         rest = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)[1:])
@@ -120,9 +122,15 @@ def together(pools: Sequence[CachePool]) -> CachePool:
 
 
 def create(
-    num_kv_heads: int, head_dim: int, value_dim: int | None, layers: int, dtype: Any, ttl: float | None
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    layers: int,
+    dtype: Any,
+    ttl: float | None,
+    alias: str | None = None,
 ) -> Rpc[pb.CacheServiceCreateResponse, CacheInfo]:
-    """Creates a cache. The dtype may be a name, or NumPy's or torch's."""
+    """Creates a cache, or finds the one of an alias. The dtype may be a name, or NumPy's or torch's."""
     request = pb.CacheServiceCreateRequest(
         num_kv_heads=arguments.count("num_kv_heads", num_kv_heads, 1, 32),
         head_dim=arguments.count("head_dim", head_dim, 1, 32),
@@ -130,16 +138,20 @@ def create(
         layers=arguments.count("layers", layers, 1, 32),
         dtype=arguments.choice("dtype", _DTYPES, _dtype_name(dtype)),
         ttl=_duration(ttl),
-        request_id=secrets.token_bytes(_ID_BYTES),
+        # A repeated request is recognised by the one or the other; what has an alias is never given up.
+        request_id=secrets.token_bytes(_ID_BYTES) if alias is None else b"",
+        alias="" if alias is None else arguments.text("alias", alias),
     )
-    shape = {
+    expected = {
         "num_kv_heads": request.num_kv_heads,
         "head_dim": request.head_dim,
         "value_dim": request.value_dim or request.head_dim,
         "layers": request.layers,
         "dtype": _dtypes.name(request.dtype),
+        "alias": alias,
     }
-    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, partial(_only_cache, shape, 0))
+    longest = 0 if alias is None else None
+    return Rpc(_SERVICE + "Create", request, pb.CacheServiceCreateResponse, partial(_only_cache, expected, longest))
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -305,6 +317,7 @@ def _cache(cache: pb.Cache) -> CacheInfo:
         ttl=_seconds("ttl", cache),
         remaining=_seconds("remaining", cache),
         address=cache.address or None,
+        alias=cache.alias or None,
     )
 
 

@@ -9,6 +9,7 @@ brings the addresses waiting for them for ever: signals are delayed while one is
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import time
@@ -112,6 +113,15 @@ class Servers(Generic[C]):
         None if that names none.
         """
         return address if self._knows_each else info.address
+
+    def home_for(self, alias: str, timeout: float | None) -> str | None:
+        """The address of the server on which the cache of an alias is, if it exists: the same for all clients that know
+        the same servers, and if one comes or goes, for all aliases but its own. None: wherever a single address leads.
+        Raises what `resolve` does.
+
+        Rendezvous hashing (Thaler and Ravishankar, 1996): the server that has the highest hash together with the alias.
+        """
+        return max(self.homes(timeout), key=lambda home: hashlib.sha256(f"{home} {alias}".encode()).digest())
 
     def connection(self, home: str | None = None, timeout: float | None = None, avoid: str | None = None) -> C:
         """The connection for a call: to the server `home`, or to any if that is None; to the one at `avoid` only if no

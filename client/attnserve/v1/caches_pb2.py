@@ -26,7 +26,7 @@ from attnserve.v1 import tensor_pb2 as attnserve_dot_v1_dot_tensor__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/caches.proto\x12\x0c\x61ttnserve.v1\x1a\x19\x61ttnserve/v1/tensor.proto\x1a\x1egoogle/protobuf/duration.proto\"\xa4\x02\n\x05\x43\x61\x63he\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tvalue_dim\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12%\n\x05\x64type\x18\x06 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\x0f\n\x07lengths\x18\x07 \x03(\x04\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12\x14\n\x0cshared_bytes\x18\t \x01(\x04\x12&\n\x03ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\"\xc9\x01\n\x19\x43\x61\x63heServiceCreateRequest\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x10\n\x08head_dim\x18\x02 \x01(\r\x12\x11\n\tvalue_dim\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12%\n\x05\x64type\x18\x05 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12&\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x07 \x01(\x0c\"@\n\x1a\x43\x61\x63heServiceCreateResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\xdb\x01\n\x19\x43\x61\x63heServiceAppendRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1c\n\x0f\x65xpected_length\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0clength_first\x18\x04 \x01(\x08\x12\x11\n\tappend_id\x18\x05 \x01(\x06\x12!\n\x03key\x18\x10 \x01(\x0b\x32\x14.attnserve.v1.Tensor\x12#\n\x05value\x18\x11 \x01(\x0b\x32\x14.attnserve.v1.TensorB\x12\n\x10_expected_length\",\n\x1a\x43\x61\x63heServiceAppendResponse\x12\x0e\n\x06length\x18\x01 \x01(\x04\"c\n\x17\x43\x61\x63heServiceForkRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\">\n\x18\x43\x61\x63heServiceForkResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\x84\x01\n\x1b\x43\x61\x63heServiceTruncateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x1c\n\x0f\x65xpected_length\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtruncation_id\x18\x04 \x01(\x06\x42\x12\n\x10_expected_length\"B\n\x1c\x43\x61\x63heServiceTruncateResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"&\n\x16\x43\x61\x63heServiceGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x17\x43\x61\x63heServiceGetResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\x19\n\x17\x43\x61\x63heServiceListRequest\"g\n\x18\x43\x61\x63heServiceListResponse\x12#\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Cache\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\"?\n\x19\x43\x61\x63heServiceDeleteRequest\x12\r\n\x05names\x18\x01 \x03(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x0c\"\x1c\n\x1a\x43\x61\x63heServiceDeleteResponse2\x8a\x05\n\x0c\x43\x61\x63heService\x12[\n\x06\x43reate\x12\'.attnserve.v1.CacheServiceCreateRequest\x1a(.attnserve.v1.CacheServiceCreateResponse\x12[\n\x06\x41ppend\x12\'.attnserve.v1.CacheServiceAppendRequest\x1a(.attnserve.v1.CacheServiceAppendResponse\x12U\n\x04\x46ork\x12%.attnserve.v1.CacheServiceForkRequest\x1a&.attnserve.v1.CacheServiceForkResponse\x12\x61\n\x08Truncate\x12).attnserve.v1.CacheServiceTruncateRequest\x1a*.attnserve.v1.CacheServiceTruncateResponse\x12R\n\x03Get\x12$.attnserve.v1.CacheServiceGetRequest\x1a%.attnserve.v1.CacheServiceGetResponse\x12U\n\x04List\x12%.attnserve.v1.CacheServiceListRequest\x1a&.attnserve.v1.CacheServiceListResponse\x12[\n\x06\x44\x65lete\x12\'.attnserve.v1.CacheServiceDeleteRequest\x1a(.attnserve.v1.CacheServiceDeleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/caches.proto\x12\x0c\x61ttnserve.v1\x1a\x19\x61ttnserve/v1/tensor.proto\x1a\x1egoogle/protobuf/duration.proto\"\xb3\x02\n\x05\x43\x61\x63he\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tvalue_dim\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12%\n\x05\x64type\x18\x06 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\x0f\n\x07lengths\x18\x07 \x03(\x04\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12\x14\n\x0cshared_bytes\x18\t \x01(\x04\x12&\n\x03ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\x12\r\n\x05\x61lias\x18\r \x01(\t\"\xd8\x01\n\x19\x43\x61\x63heServiceCreateRequest\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x10\n\x08head_dim\x18\x02 \x01(\r\x12\x11\n\tvalue_dim\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12%\n\x05\x64type\x18\x05 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12&\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x07 \x01(\x0c\x12\r\n\x05\x61lias\x18\x08 \x01(\t\"@\n\x1a\x43\x61\x63heServiceCreateResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\xdb\x01\n\x19\x43\x61\x63heServiceAppendRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1c\n\x0f\x65xpected_length\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0clength_first\x18\x04 \x01(\x08\x12\x11\n\tappend_id\x18\x05 \x01(\x06\x12!\n\x03key\x18\x10 \x01(\x0b\x32\x14.attnserve.v1.Tensor\x12#\n\x05value\x18\x11 \x01(\x0b\x32\x14.attnserve.v1.TensorB\x12\n\x10_expected_length\",\n\x1a\x43\x61\x63heServiceAppendResponse\x12\x0e\n\x06length\x18\x01 \x01(\x04\"c\n\x17\x43\x61\x63heServiceForkRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\">\n\x18\x43\x61\x63heServiceForkResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\x84\x01\n\x1b\x43\x61\x63heServiceTruncateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x1c\n\x0f\x65xpected_length\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtruncation_id\x18\x04 \x01(\x06\x42\x12\n\x10_expected_length\"B\n\x1c\x43\x61\x63heServiceTruncateResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"&\n\x16\x43\x61\x63heServiceGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x17\x43\x61\x63heServiceGetResponse\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Cache\"\x19\n\x17\x43\x61\x63heServiceListRequest\"g\n\x18\x43\x61\x63heServiceListResponse\x12#\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Cache\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\"?\n\x19\x43\x61\x63heServiceDeleteRequest\x12\r\n\x05names\x18\x01 \x03(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x0c\"\x1c\n\x1a\x43\x61\x63heServiceDeleteResponse2\x8a\x05\n\x0c\x43\x61\x63heService\x12[\n\x06\x43reate\x12\'.attnserve.v1.CacheServiceCreateRequest\x1a(.attnserve.v1.CacheServiceCreateResponse\x12[\n\x06\x41ppend\x12\'.attnserve.v1.CacheServiceAppendRequest\x1a(.attnserve.v1.CacheServiceAppendResponse\x12U\n\x04\x46ork\x12%.attnserve.v1.CacheServiceForkRequest\x1a&.attnserve.v1.CacheServiceForkResponse\x12\x61\n\x08Truncate\x12).attnserve.v1.CacheServiceTruncateRequest\x1a*.attnserve.v1.CacheServiceTruncateResponse\x12R\n\x03Get\x12$.attnserve.v1.CacheServiceGetRequest\x1a%.attnserve.v1.CacheServiceGetResponse\x12U\n\x04List\x12%.attnserve.v1.CacheServiceListRequest\x1a&.attnserve.v1.CacheServiceListResponse\x12[\n\x06\x44\x65lete\x12\'.attnserve.v1.CacheServiceDeleteRequest\x1a(.attnserve.v1.CacheServiceDeleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,35 +34,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attnserve.v1.caches_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CACHE']._serialized_start=103
-  _globals['_CACHE']._serialized_end=395
-  _globals['_CACHESERVICECREATEREQUEST']._serialized_start=398
-  _globals['_CACHESERVICECREATEREQUEST']._serialized_end=599
-  _globals['_CACHESERVICECREATERESPONSE']._serialized_start=601
-  _globals['_CACHESERVICECREATERESPONSE']._serialized_end=665
-  _globals['_CACHESERVICEAPPENDREQUEST']._serialized_start=668
-  _globals['_CACHESERVICEAPPENDREQUEST']._serialized_end=887
-  _globals['_CACHESERVICEAPPENDRESPONSE']._serialized_start=889
-  _globals['_CACHESERVICEAPPENDRESPONSE']._serialized_end=933
-  _globals['_CACHESERVICEFORKREQUEST']._serialized_start=935
-  _globals['_CACHESERVICEFORKREQUEST']._serialized_end=1034
-  _globals['_CACHESERVICEFORKRESPONSE']._serialized_start=1036
-  _globals['_CACHESERVICEFORKRESPONSE']._serialized_end=1098
-  _globals['_CACHESERVICETRUNCATEREQUEST']._serialized_start=1101
-  _globals['_CACHESERVICETRUNCATEREQUEST']._serialized_end=1233
-  _globals['_CACHESERVICETRUNCATERESPONSE']._serialized_start=1235
-  _globals['_CACHESERVICETRUNCATERESPONSE']._serialized_end=1301
-  _globals['_CACHESERVICEGETREQUEST']._serialized_start=1303
-  _globals['_CACHESERVICEGETREQUEST']._serialized_end=1341
-  _globals['_CACHESERVICEGETRESPONSE']._serialized_start=1343
-  _globals['_CACHESERVICEGETRESPONSE']._serialized_end=1404
-  _globals['_CACHESERVICELISTREQUEST']._serialized_start=1406
-  _globals['_CACHESERVICELISTREQUEST']._serialized_end=1431
-  _globals['_CACHESERVICELISTRESPONSE']._serialized_start=1433
-  _globals['_CACHESERVICELISTRESPONSE']._serialized_end=1536
-  _globals['_CACHESERVICEDELETEREQUEST']._serialized_start=1538
-  _globals['_CACHESERVICEDELETEREQUEST']._serialized_end=1601
-  _globals['_CACHESERVICEDELETERESPONSE']._serialized_start=1603
-  _globals['_CACHESERVICEDELETERESPONSE']._serialized_end=1631
-  _globals['_CACHESERVICE']._serialized_start=1634
-  _globals['_CACHESERVICE']._serialized_end=2284
+  _globals['_CACHE']._serialized_end=410
+  _globals['_CACHESERVICECREATEREQUEST']._serialized_start=413
+  _globals['_CACHESERVICECREATEREQUEST']._serialized_end=629
+  _globals['_CACHESERVICECREATERESPONSE']._serialized_start=631
+  _globals['_CACHESERVICECREATERESPONSE']._serialized_end=695
+  _globals['_CACHESERVICEAPPENDREQUEST']._serialized_start=698
+  _globals['_CACHESERVICEAPPENDREQUEST']._serialized_end=917
+  _globals['_CACHESERVICEAPPENDRESPONSE']._serialized_start=919
+  _globals['_CACHESERVICEAPPENDRESPONSE']._serialized_end=963
+  _globals['_CACHESERVICEFORKREQUEST']._serialized_start=965
+  _globals['_CACHESERVICEFORKREQUEST']._serialized_end=1064
+  _globals['_CACHESERVICEFORKRESPONSE']._serialized_start=1066
+  _globals['_CACHESERVICEFORKRESPONSE']._serialized_end=1128
+  _globals['_CACHESERVICETRUNCATEREQUEST']._serialized_start=1131
+  _globals['_CACHESERVICETRUNCATEREQUEST']._serialized_end=1263
+  _globals['_CACHESERVICETRUNCATERESPONSE']._serialized_start=1265
+  _globals['_CACHESERVICETRUNCATERESPONSE']._serialized_end=1331
+  _globals['_CACHESERVICEGETREQUEST']._serialized_start=1333
+  _globals['_CACHESERVICEGETREQUEST']._serialized_end=1371
+  _globals['_CACHESERVICEGETRESPONSE']._serialized_start=1373
+  _globals['_CACHESERVICEGETRESPONSE']._serialized_end=1434
+  _globals['_CACHESERVICELISTREQUEST']._serialized_start=1436
+  _globals['_CACHESERVICELISTREQUEST']._serialized_end=1461
+  _globals['_CACHESERVICELISTRESPONSE']._serialized_start=1463
+  _globals['_CACHESERVICELISTRESPONSE']._serialized_end=1566
+  _globals['_CACHESERVICEDELETEREQUEST']._serialized_start=1568
+  _globals['_CACHESERVICEDELETEREQUEST']._serialized_end=1631
+  _globals['_CACHESERVICEDELETERESPONSE']._serialized_start=1633
+  _globals['_CACHESERVICEDELETERESPONSE']._serialized_end=1661
+  _globals['_CACHESERVICE']._serialized_start=1664
+  _globals['_CACHESERVICE']._serialized_end=2314
 # @@protoc_insertion_point(module_scope)

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Cache(_message.Message):
-    __slots__ = ("name", "num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "lengths", "bytes", "shared_bytes", "ttl", "remaining", "address")
+    __slots__ = ("name", "num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "lengths", "bytes", "shared_bytes", "ttl", "remaining", "address", "alias")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Cache(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_kv_heads: int
     head_dim: int
@@ -36,10 +37,11 @@ class Cache(_message.Message):
     ttl: _duration_pb2.Duration
     remaining: _duration_pb2.Duration
     address: str
-    def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+    alias: str
+    def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., lengths: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., address: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class CacheServiceCreateRequest(_message.Message):
-    __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl", "request_id")
+    __slots__ = ("num_kv_heads", "head_dim", "value_dim", "layers", "dtype", "ttl", "request_id", "alias")
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +49,7 @@ class CacheServiceCreateRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
     num_kv_heads: int
     head_dim: int
     value_dim: int
@@ -54,7 +57,8 @@ class CacheServiceCreateRequest(_message.Message):
     dtype: _tensor_pb2.DataType
     ttl: _duration_pb2.Duration
     request_id: bytes
-    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ...) -> None: ...
+    alias: str
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., layers: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class CacheServiceCreateResponse(_message.Message):
     __slots__ = ("cache",)

@@ -89,8 +89,8 @@ class CacheServiceServicer(object):
     """
 
     def Create(self, request, context):
-        """Creates an empty cache. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are as many caches as there may be),
-        CANCELLED (its request_id was given up in a Delete).
+        """Creates an empty cache, or finds the one that has the alias. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are
+        as many caches as there may be), CANCELLED (its request_id was given up in a Delete).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

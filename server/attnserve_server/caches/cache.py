@@ -1,43 +1,50 @@
-"""A resident cache: its name, its owner, when its lease ends, and its layers. Pure."""
+"""A resident cache: its name, its origin, when its lease ends, and its layers. Pure."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from attnserve_server.caches.layer import CacheLayer, PageTable, pages_in, shared_pages
 from attnserve_server.caches.shape import CacheShape
+
+
+class Origin(NamedTuple):
+    """Who made a cache, and by what it is found again other than by its name."""
+
+    owner: str | None
+    """The caller that made it; None where callers are not identified."""
+    request_id: bytes = b""
+    """The id of the request that made it, by which a resend is recognised; empty if it has none."""
+    parent: str | None = None
+    """The name of the cache that it was forked from, which may be gone; None if it was created."""
+    alias: str = ""
+    """Its owner's own name for it; empty if it has none."""
 
 
 class Cache:
     """Keys and values that stay. Only the store changes them. Times are seconds of one clock."""
 
     __slots__ = (
-        "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
+        "alias", "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
         "truncations", "ttl", "users",
     )  # fmt: skip
 
     def __init__(
         self,
         name: str,
-        owner: str | None,
+        origin: Origin,
         shape: CacheShape,
         page_bytes: int,
         layers: Sequence[CacheLayer],
         ttl: float | None,
         now: float,
-        request_id: bytes = b"",
-        parent: str | None = None,
     ) -> None:
         """A cache of these layers. Without a `ttl` its lease never ends."""
         self.name = name
-        self.owner = owner
-        """The caller that made it; None where callers are not identified."""
-        self.request_id = request_id
-        """The id of the request that made it, by which a resend is recognised; empty if it has none."""
-        self.parent = parent
-        """The name of the cache that it was forked from, which may be gone; None if it was created."""
+        self.owner, self.request_id, self.parent, self.alias = origin
         self.shape = shape
         self.page_bytes = page_bytes
         self.layers = layers

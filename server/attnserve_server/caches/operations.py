@@ -221,6 +221,7 @@ def describe(host: CacheHost, cache: Cache) -> pb.Cache:
         bytes=cache.bytes,
         shared_bytes=cache.shared_bytes,
         address=host.address,
+        alias=cache.alias,
     )
     if cache.ttl is not None:
         message.ttl.FromNanoseconds(round(cache.ttl * 1e9))

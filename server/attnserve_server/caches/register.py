@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
-from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.counts import Counts, EvictionReason
 from attnserve_server.caches.layer import CacheLayer, clear, pages_in
 from attnserve_server.caches.leases import Leases
@@ -51,6 +51,8 @@ class Register:
         """How many pages each owner's caches have, until they are freed; what they share counts for each."""
         self._made: dict[tuple[str | None, bytes], Cache] = {}
         """By their owners and the ids of the requests that made them."""
+        self._aliased: dict[tuple[str | None, str], Cache] = {}
+        """Those that have an alias, by their owners and it."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
         """Requests that must no longer make a cache, and until when that is remembered; in the order of these times."""
         self._given_up_by: dict[str | None, OrderedDict[bytes, None]] = {}
@@ -136,6 +138,22 @@ class Register:
             raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
         return made
 
+    def aliased(self, owner: str | None, alias: str, now: float, shape: CacheShape) -> Cache | None:
+        """The cache to which an owner has given an alias, with its lease renewed; None if there is none, or it has
+        expired. Raises InvalidRequest if it has another shape.
+        """
+        cache = self._aliased.get((owner, alias))
+        if cache is None:
+            return None
+        if cache.expired(now):
+            self._evict(cache, "lease")
+            return None
+        if cache.shape != shape:
+            own, others = shape.differences(cache.shape)
+            raise InvalidRequest("alias", f"that of a cache with {own}", f"that of one with {others}")
+        cache.renew(now)
+        return cache
+
     def hold(self, cache: Cache, now: float) -> None:
         """Holds the cache for an operation in flight, until `release`. Raises NotFound if the cache is gone."""
         self._require(cache)
@@ -163,16 +181,16 @@ class Register:
         layers: Sequence[CacheLayer],
         ttl: float | None,
         now: float,
-        owner: str | None,
-        request_id: bytes,
-        parent: str | None = None,
+        origin: Origin,
     ) -> Cache:
         name = secrets.token_urlsafe(NAME_BYTES)
-        cache = Cache(name, owner, shape, self.page_bytes, layers, ttl, now, request_id, parent)
+        cache = Cache(name, origin, shape, self.page_bytes, layers, ttl, now)
         self._caches[cache.name] = cache
-        self._owned[owner] += 1
-        if request_id:
-            self._made[owner, request_id] = cache
+        self._owned[cache.owner] += 1
+        if cache.request_id:
+            self._made[cache.owner, cache.request_id] = cache
+        if cache.alias:
+            self._aliased[cache.owner, cache.alias] = cache
         self._leases.enter(cache)
         return cache
 
@@ -200,6 +218,8 @@ class Register:
             del self._owned[cache.owner]
         if self._made.get((cache.owner, cache.request_id)) is cache:
             del self._made[cache.owner, cache.request_id]
+        if cache.alias:
+            del self._aliased[cache.owner, cache.alias]
         self._leases.leave(cache)
         if not cache.users:
             self._free(cache)

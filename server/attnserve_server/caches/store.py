@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
-from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.changes import Change, Cut, Grow, Share
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import CacheLayer, Placement, pages_in
@@ -72,21 +72,24 @@ class CacheStore(Register):
         """How many more bytes caches would hold if they shared nothing."""
         return self._allocator.saved * self.page_bytes
 
-    def create(self, shape: CacheShape, ttl: float | None, now: float, owner: str | None, request_id: bytes) -> Cache:
-        """An empty cache, or the one that a request with this id has already made. Raises Overloaded if there are
-        `max_caches` already, or the owner has its share of them; Cancelled if the request was given up; and
-        InvalidRequest if a page cannot hold a token, there would be too many layers, or the id belongs to another
-        request.
+    def create(self, shape: CacheShape, ttl: float | None, now: float, origin: Origin) -> Cache:
+        """An empty cache, or the one that a request with this id has already made, or that has this alias. Raises
+        Overloaded if there are `max_caches` already, or the owner has its share of them; Cancelled if the request was
+        given up; and InvalidRequest if a page cannot hold a token, there would be too many layers, or the id or the
+        alias belongs to something else.
         """
-        if (made := self.made_by(owner, request_id, now, shape=shape, parent=None)) is not None:
+        owner = origin.owner
+        if (made := self.made_by(owner, origin.request_id, now, shape=shape, parent=None)) is not None:
             return made
+        if origin.alias and (found := self.aliased(owner, origin.alias, now, shape)) is not None:
+            return found
         if shape.layers > self._max_layers:
             most = f"at most {self._max_layers}"
             raise InvalidRequest("layers", most, shape.layers, LIMIT_EXCEEDED, limit="max_cache_layers")
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
         self._make_room_for_one(owner, now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
-        cache = self._enter(shape, layers, ttl, now, owner, request_id)
+        cache = self._enter(shape, layers, ttl, now, origin)
         self.counts.created += 1
         return cache
 
@@ -116,7 +119,7 @@ class CacheStore(Register):
             waited.wait_no_more()
         layers = [layer.fork() for layer in cache.layers]
         self._settle(cache.layers)
-        fork = self._enter(cache.shape, layers, ttl, now, cache.owner, request_id, cache.name)
+        fork = self._enter(cache.shape, layers, ttl, now, Origin(cache.owner, request_id, cache.name))
         self.tokens += sum(fork.lengths)
         self._count_pages(fork.owner, pages_in(layers))
         self.counts.forks += 1

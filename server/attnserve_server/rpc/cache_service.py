@@ -16,6 +16,7 @@ from grpc import aio
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.access.callers import Caller
+from attnserve_server.caches.cache import Origin
 from attnserve_server.caches.operations import Append, Fork, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost, Use, cache_named
@@ -29,6 +30,9 @@ CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_
 
 MAX_REQUEST_ID: Final = 64
 """The most bytes of an id by which a request is recognised if it is sent again."""
+
+MAX_ALIAS: Final = 256
+"""The most bytes of an alias."""
 
 TURN_SECONDS: Final = 0.001
 """About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
@@ -78,9 +82,12 @@ class CacheService:
             _dtypes.name(request.dtype),  # type: ignore[arg-type]  # CacheShape checks it
         )
         ttl = _ttl(request.ttl) if request.HasField("ttl") else self._default_ttl
-        cache = self._host.store.create(
-            shape, ttl, monotonic(), caller.name, _checked_id("request_id", request.request_id)
-        )
+        request_id = _checked_id("request_id", request.request_id)
+        alias = _checked_alias(request.alias)
+        if request_id and alias:
+            raise InvalidRequest("request_id", "none beside an alias", f"{len(request_id)} bytes")
+        origin = Origin(caller.name, request_id, alias=alias)
+        cache = self._host.store.create(shape, ttl, monotonic(), origin)
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> bytes:
@@ -156,6 +163,12 @@ async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
 def _checked_id(field: str, given: bytes) -> bytes:
     if len(given) > MAX_REQUEST_ID:
         raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given))
+    return given
+
+
+def _checked_alias(given: str) -> str:
+    if (size := len(given.encode())) > MAX_ALIAS:
+        raise InvalidRequest("alias", f"at most {MAX_ALIAS} bytes", size)
     return given
 
 
