@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,15 +142,16 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed", "amx", "bfloat16"), [(False, False, True), (True, False, False), (False, True, False)]
+    ("packed", "amx", "permitted", "bfloat16"),
+    [(False, False, False, True), (True, False, False, False), (False, True, False, False), (False, True, True, True)],
 )
 def test_what_the_native_library_multiplies(
-    packed: bool, amx: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+    packed: bool, amx: bool, permitted: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16 only where oneDNN is not known to compute it faster."""
     monkeypatch.setattr(product, "packs", lambda dtype: packed)
     monkeypatch.setattr(product, "has_amx", lambda: amx)
-    library: Any = object()
+    library: Any = SimpleNamespace(amx=permitted)
     dtypes = [make.torch_dtype(dtype) for dtype in make.DTYPES]
     assert [product.is_native(dtype, library) for dtype in dtypes] == [True, False, True, bfloat16]
     assert not any(product.is_native(dtype, None) for dtype in dtypes)

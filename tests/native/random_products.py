@@ -39,10 +39,14 @@ class RandomProduct(NamedTuple):
 
 
 def random_product(
-    random: Random, counts: tuple[int, ...] = (), room: Room = room, dtype: np.dtype[Any] | None = None
+    random: Random,
+    counts: tuple[int, ...] = (),
+    room: Room = room,
+    dtype: np.dtype[Any] | None = None,
+    amx: bool = False,
 ) -> RandomProduct:
     """One, in memory from `room`: any number of rows, or one of `counts`, at any address and with gaps in between; of a
-    dtype, or of any.
+    dtype, or of any. By AMX, if that is asked for, with weights in memory of their own.
     """
     draw, dtype = np.random.default_rng(random.getrandbits(64)), dtype or random.choice((FLOAT, *DTYPES))
     inputs = random.choice([1, 15, 16, 17, 64, 255, 256, 257, 300, 513, 600])
@@ -61,6 +65,9 @@ def random_product(
         expected += bias[0, 0]
         magnitude += np.abs(bias[0, 0])
     packed = PackedWeight(tensor_at(weight), None if bias is None else tensor_at(bias[0, 0]))
+    if amx:
+        plain = tensor_at(np.ascontiguousarray(weight.swapaxes(1, 2).reshape(outputs, inputs)))
+        packed = PackedWeight.of(plain, None if bias is None else tensor_at(bias[0, 0]), amx=True)
     return RandomProduct(packed, tensor_at(rows[0]), expected, magnitude, HALF_A_UNIT[dtype], alive + memory)
 
 

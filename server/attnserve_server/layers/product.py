@@ -4,7 +4,7 @@ float32, float16 and mostly bfloat16 are multiplied by the native library, where
 than MKL, for which torch packs the weight anew each time, and a row's bits depend on nothing else. It reads the weight
 in a format of its own, made when a layer is loaded; the original is not kept. Half precision takes it up to a fifth
 longer than float32, and less where reading the weight is most of the work (`python -m benchmarks.products`). bfloat16
-is left to oneDNN where that has instructions for it: with AMX, and on AMD with AVX-512.
+is left to oneDNN on AMD with AVX-512, and where there is AMX that the native library cannot use.
 
 torch multiplies with MKL, which takes its AVX2 path on non-Intel processors. oneDNN, which torch includes too, uses all
 their instructions: on a Zen 5 it takes 40 % of the time. It also wants the weight in its own format; `packs` says for
@@ -53,7 +53,7 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None, products: Produc
     if they support it. If the weight is packed, the original is not kept.
     """
     if products is not None and is_native(weight.dtype, products):
-        return NativeProduct(products, PackedWeight.of(weight, bias), len(weight))
+        return NativeProduct(products, products.packed(weight, bias), len(weight))
     if _is_packed(weight):
         return _OneDnnProduct(weight, bias)
     return _TorchProduct(weight, bias)
@@ -68,7 +68,7 @@ def is_native(dtype: torch.dtype, products: Products | None) -> bool:
     """Whether `products` multiply weights of a dtype."""
     if products is None or dtype not in NATIVE_FROM_TORCH:
         return False
-    return dtype != torch.bfloat16 or not (packs(dtype) or has_amx())
+    return dtype != torch.bfloat16 or products.amx or not (packs(dtype) or has_amx())
 
 
 class NativeProduct:

@@ -261,6 +261,18 @@ def available() -> tuple[str, ...]:
     return _found()[0]
 
 
+@cache
+def amx_permitted() -> bool:
+    """Whether the library multiplies bfloat16 by AMX: it was built for that, the processor has it, and the system lets
+    this process use it.
+    """
+    if not available():
+        return False
+    permitted = ctypes.CDLL(str(PATH)).attnserve_amx_permitted
+    permitted.restype = ctypes.c_int64
+    return bool(permitted())
+
+
 def hindrance() -> str:
     """Why none is available; empty if one is."""
     return _found()[1]

@@ -124,6 +124,8 @@ static void multiply_rows(int64_t dtype, int64_t rows, int64_t vectors, const fl
     else ROWS_OF(BFLOAT16)
 }
 
+#include "amx_product.h"
+
 /* A product that threads compute together: units are groups of rows times groups of panels. */
 struct multiplication {
     const struct product *product;
@@ -133,9 +135,9 @@ struct multiplication {
     int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
-/* A thread's own memory. The last two are NULL if the product is of floats, which need neither. */
+/* A thread's own memory. The last two are NULL if the product is of floats, or by AMX, and needs neither. */
 struct scratch {
-    float *left;            /* the inputs of a unit's rows, arranged block by block */
+    void *left;             /* the inputs of a unit's rows, arranged block by block, or as tiles are loaded */
     float *wide;            /* [STEP_PANELS, DEPTH, PANEL]: a part of the weight */
     float *sums;            /* [PRODUCT_ROWS, STEP_PANELS * PANEL]: outputs that are not complete */
 };
@@ -159,15 +161,20 @@ static const float *widened(const struct product *product, int64_t at, int64_t p
 static void multiply_unit(const struct multiplication *work, int64_t first, int64_t last, int64_t begin, int64_t end,
                           const struct scratch *scratch, int arranged) {
     const struct product *product = work->product;
-    char *from[PRODUCT_ROWS], *to[PRODUCT_ROWS];
-    float *sums[PRODUCT_ROWS];
+    char *from[AMX_ROWS], *to[AMX_ROWS];
+    float *sums[PRODUCT_ROWS], *left = scratch->left;
     int64_t rows = last - first, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, dtype = product->dtype;
     int64_t inputs = product->inputs;
     if (!arranged) find_rows(&work->from, first, rows, from);
     find_rows(&work->to, first, rows, to);
+    if (product->amx) {
+        if (!arranged) arrange_for_amx(from, rows, inputs, scratch->left);
+        multiply_by_amx(product, scratch->left, rows, to, begin, end);
+        return;
+    }
     for (int64_t b = 0; b < blocks && !arranged; b++) {
         int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-        arrange(from + top, dtype, bottom - top, inputs, scratch->left + b * inputs * V);
+        arrange(from + top, dtype, bottom - top, inputs, left + b * inputs * V);
     }
     for (int64_t at = begin; at < end; at += STEP_PANELS) {
         int64_t panels = least(STEP_PANELS, end - at), vectors = panels * (PANEL / V);
@@ -183,7 +190,7 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
             }
             for (int64_t b = 0; b < blocks; b++) {
                 int64_t top = rows * b / blocks, bottom = rows * (b + 1) / blocks;
-                multiply_rows(read_as, bottom - top, vectors, scratch->left + (b * inputs + depth) * V, weight,
+                multiply_rows(read_as, bottom - top, vectors, left + (b * inputs + depth) * V, weight,
                               (int)V == PANEL ? panel : V, n, sums + top, depth == 0, bias);
             }
         }
@@ -195,21 +202,25 @@ static void multiply_unit(const struct multiplication *work, int64_t first, int6
 
 /* The maximum number of rows in a unit. */
 static int64_t rows_of_unit(const struct product *product) {
+    if (product->amx) return rows_of_amx_unit(product->inputs);
     return most(least(PRODUCT_ROWS, PRODUCT_FLOATS / product->inputs), BLOCK_ROWS);
 }
 
 /* Takes units of work until none is left. */
 static void multiply_units(void *all) {
     struct multiplication *work = all;
-    int64_t blocks = (rows_of_unit(work->product) + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    struct scratch scratch = {floats(blocks * work->product->inputs * V), NULL, NULL};
-    int half = work->product->dtype != FLOAT32;
+    const struct product *product = work->product;
+    int64_t rows = rows_of_unit(product), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    struct scratch scratch = {NULL, NULL, NULL};
+    if (product->amx) scratch.left = allocated(rows * steps_of(product->inputs) * STEP_INPUTS, BFLOAT16);
+    else scratch.left = floats(blocks * product->inputs * V);
+    int half = product->dtype != FLOAT32 && !product->amx;
     if (half) {
         scratch.wide = floats(STEP_PANELS * DEPTH * PANEL);
         scratch.sums = floats(PRODUCT_ROWS * STEP_PANELS * PANEL);
     }
     if (!scratch.left || (half && (!scratch.wide || !scratch.sums))) goto end;
-    int64_t panels = work->product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit, last = -1;
+    int64_t panels = product->outputs / PANEL, units = work->row_groups * work->panel_groups, unit, last = -1;
     __atomic_store_n(&work->begun, 1, __ATOMIC_RELAXED);
     while ((unit = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < units) {
         int64_t group = unit / work->panel_groups, part = unit % work->panel_groups;

@@ -10,7 +10,9 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-UNITS: Final = ("attention.c", "attend_avx2.c", "attend_avx512.c", "messages.c", "rotations.c", "team.c", "tokens.c")
+UNITS: Final = (
+    "amx.c", "attention.c", "attend_avx2.c", "attend_avx512.c", "messages.c", "rotations.c", "team.c", "tokens.c",
+)  # fmt: skip
 """What is compiled; these include all other sources."""
 
 # Multiplications and additions are fused only where the sources say so: bits do not depend on the compiler's choice.
