@@ -82,9 +82,9 @@ class Caller:
         cache: caches_pb2.Cache = self._cache("Get", name=name).cache
         return cache
 
-    def list(self) -> caches_pb2.CacheServiceListResponse:
-        """All caches, and how full the pool is."""
-        listed: caches_pb2.CacheServiceListResponse = self._cache("List")
+    def list(self, **fields: Any) -> caches_pb2.CacheServiceListResponse:
+        """The first caches, or those of a page, and how full the pool is."""
+        listed: caches_pb2.CacheServiceListResponse = self._cache("List", **fields)
         return listed
 
     def delete(self, *names: str) -> None:

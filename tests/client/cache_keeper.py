@@ -22,6 +22,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2, tensor_pb2
 
 CACHE_SERVICE = "attnserve.v1.CacheService"
+PAGE = 10
+"""How many caches it lists in one reply."""
 
 Array = np.ndarray[Any, Any]
 
@@ -226,8 +228,14 @@ class Keeper:
         return caches_pb2.CacheServiceGetResponse(cache=self._find(request.name).describe())
 
     def _list(self, request: caches_pb2.CacheServiceListRequest) -> Message:
+        first = int(request.page_token or 0)
         caches = [kept.describe() for kept in self.caches.values()]
-        return caches_pb2.CacheServiceListResponse(caches=caches, pool_bytes=1 << 20, free_bytes=1000)
+        return caches_pb2.CacheServiceListResponse(
+            caches=caches[first : first + PAGE],
+            pool_bytes=1 << 20,
+            free_bytes=1000,
+            next_page_token=str(first + PAGE) if first + PAGE < len(caches) else "",
+        )
 
     def _delete(self, request: caches_pb2.CacheServiceDeleteRequest) -> Message:
         for name in request.names:

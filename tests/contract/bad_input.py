@@ -291,6 +291,8 @@ def of_caches() -> Iterator[Case]:
     yield Case(APPEND, "", "value", tensor(HK, 0, D, dtype=np.float16), "value.dtype")
     yield Case(TRUNCATE, "", "length", S + 1)
     yield Case(TRUNCATE, "", "length", 2**64 - 1)
+    for token in ("-1", "²", "1" * 21, "x"):
+        yield Case("CacheService/List", "", "page_token", token)
     yield Case("CacheService/Delete", "", "names", [])
     yield Case("CacheService/Delete", "", "request_ids", [b""], "request_ids[0]")
     yield Case("CacheService/Delete", "", "request_ids", [bytes(65)], "request_ids[0]")

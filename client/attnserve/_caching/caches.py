@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
+from attnserve._caching.listing import Listing
 from attnserve._caching.pending import pending
 from attnserve._caching.state import CacheState, Handle
 from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
@@ -242,8 +243,14 @@ class Caches:
 
     def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
-        rpc, homes = cache_requests.list_all(), self._calls.servers.homes(self._calls.seconds(timeout))
-        return cache_requests.together([self._calls.ask(rpc, timeout, home) for home in homes])
+        homes = self._calls.servers.homes(self._calls.seconds(timeout))
+        return cache_requests.together([self._pages(timeout, home) for home in homes])
+
+    def _pages(self, timeout: Timeout, home: str | None) -> Sequence[CachePool]:
+        listing = Listing(self._calls.seconds(timeout))
+        while not listing.is_complete:
+            listing.add(self._calls.ask(listing.rpc, listing.left, home))
+        return listing.pages
 
     def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
@@ -283,8 +290,14 @@ class AsyncCaches:
 
     async def pool(self, *, timeout: Timeout = ...) -> CachePool:
         """All caches of the caller, and how full the pools of all servers are together. Renews no lease."""
-        rpc, homes = cache_requests.list_all(), await self._calls.servers.homes_soon(self._calls.seconds(timeout))
-        return cache_requests.together([await self._calls.ask(rpc, timeout, home) for home in homes])
+        homes = await self._calls.servers.homes_soon(self._calls.seconds(timeout))
+        return cache_requests.together([await self._pages(timeout, home) for home in homes])
+
+    async def _pages(self, timeout: Timeout, home: str | None) -> Sequence[CachePool]:
+        listing = Listing(self._calls.seconds(timeout))
+        while not listing.is_complete:
+            listing.add(await self._calls.ask(listing.rpc, listing.left, home))
+        return listing.pages
 
     async def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and

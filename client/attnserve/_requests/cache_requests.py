@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -115,10 +115,11 @@ class CachePool:
     free_bytes: int
 
 
-def together(pools: Sequence[CachePool]) -> CachePool:
-    """The pools of several servers as one."""
-    caches = itertools.chain.from_iterable(pool.caches for pool in pools)
-    return CachePool(tuple(caches), sum(pool.bytes for pool in pools), sum(pool.free_bytes for pool in pools))
+def together(servers: Sequence[Sequence[CachePool]]) -> CachePool:
+    """The pools of several servers as one: of each, the pages, of which the last says how full it is."""
+    caches = itertools.chain.from_iterable(pool.caches for pages in servers for pool in pages)
+    last = [pages[-1] for pages in servers]
+    return CachePool(tuple(caches), sum(pool.bytes for pool in last), sum(pool.free_bytes for pool in last))
 
 
 def create(
@@ -220,9 +221,16 @@ def get(cache: str | CacheInfo) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
     return Rpc(_SERVICE + "Get", pb.CacheServiceGetRequest(name=name), pb.CacheServiceGetResponse, read)
 
 
-def list_all() -> Rpc[pb.CacheServiceListResponse, CachePool]:
-    """Asks for all caches of the caller."""
-    return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse, _pool)
+class Page(NamedTuple):
+    """Some caches of the caller on a server, how full its pool is, and the token of the next page; empty: no more."""
+
+    pool: CachePool
+    token: str
+
+
+def page(token: str = "") -> Rpc[pb.CacheServiceListResponse, Page]:
+    """Asks for the caller's caches: for the first ones, or for those of the next page."""
+    return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(page_token=token), pb.CacheServiceListResponse, _page)
 
 
 def delete(names: Sequence[str]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
@@ -255,9 +263,10 @@ def _duration(ttl: float | None) -> Duration | None:
     return duration
 
 
-def _pool(response: pb.CacheServiceListResponse) -> CachePool:
+def _page(response: pb.CacheServiceListResponse) -> Page:
     _check_part("free_bytes", response.free_bytes, response.pool_bytes)
-    return CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
+    pool = CachePool(tuple(map(_cache, response.caches)), response.pool_bytes, response.free_bytes)
+    return Page(pool, response.next_page_token)
 
 
 def _length(expected: int, response: pb.CacheServiceAppendResponse) -> int:

@@ -137,18 +137,24 @@ class CacheServiceGetResponse(_message.Message):
     def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
 
 class CacheServiceListRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class CacheServiceListResponse(_message.Message):
-    __slots__ = ("caches", "pool_bytes", "free_bytes")
+    __slots__ = ("caches", "pool_bytes", "free_bytes", "next_page_token")
     CACHES_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     caches: _containers.RepeatedCompositeFieldContainer[Cache]
     pool_bytes: int
     free_bytes: int
-    def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ..., pool_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ..., pool_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheServiceDeleteRequest(_message.Message):
     __slots__ = ("names", "request_ids")

@@ -130,7 +130,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Lists the caller's caches in order of creation, and says how full the pool is. Does not renew leases.
+        """Lists the caller's caches in order of creation, in pages, and says how full the pool is. Does not renew leases.
+        Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,13 +28,14 @@ class Cache:
     """Keys and values that stay. Only the store changes them. Times are seconds of one clock."""
 
     __slots__ = (
-        "alias", "created", "expires", "gone", "layers", "name", "owner", "page_bytes", "parent", "request_id", "shape",
-        "truncations", "ttl", "users",
+        "alias", "created", "expires", "gone", "layers", "name", "number", "owner", "page_bytes", "parent",
+        "request_id", "shape", "truncations", "ttl", "users",
     )  # fmt: skip
 
     def __init__(
         self,
         name: str,
+        number: int,
         origin: Origin,
         shape: CacheShape,
         page_bytes: int,
@@ -44,6 +45,8 @@ class Cache:
     ) -> None:
         """A cache of these layers. Without a `ttl` its lease never ends."""
         self.name = name
+        self.number = number
+        """Larger than that of all earlier caches of its owner that still exist."""
         self.owner, self.request_id, self.parent, self.alias = origin
         self.shape = shape
         self.page_bytes = page_bytes

@@ -47,6 +47,8 @@ class Register:
         self._caches: dict[str, Cache] = {}
         self._owned: Counter[str | None] = Counter()
         """How many caches each owner has."""
+        self._numbers: Counter[str | None] = Counter()
+        """The number of the last cache that was made for each owner that has any."""
         self._pages: Counter[str | None] = Counter()
         """How many pages each owner's caches have, until they are freed; what they share counts for each."""
         self._made: dict[tuple[str | None, bytes], Cache] = {}
@@ -73,10 +75,10 @@ class Register:
             raise NotFound("cache", name, is_secret=True)
         return cache
 
-    def list(self, owner: str | None, now: float) -> Sequence[Cache]:
-        """The caches of an owner, by the time of their creation."""
+    def list(self, owner: str | None, now: float, after: int = 0) -> Sequence[Cache]:
+        """The caches of an owner with numbers above `after`, by the time of their creation."""
         self.expire(now)
-        return [cache for cache in self._caches.values() if cache.owner == owner]
+        return [cache for cache in self._caches.values() if cache.owner == owner and cache.number > after]
 
     def bytes_of_owners(self, now: float) -> Mapping[Hashable, int]:
         """The bytes of the caches of every owner that has any, until they are freed; what they share counts for each.
@@ -184,7 +186,8 @@ class Register:
         origin: Origin,
     ) -> Cache:
         name = secrets.token_urlsafe(NAME_BYTES)
-        cache = Cache(name, origin, shape, self.page_bytes, layers, ttl, now)
+        self._numbers[origin.owner] += 1
+        cache = Cache(name, self._numbers[origin.owner], origin, shape, self.page_bytes, layers, ttl, now)
         self._caches[cache.name] = cache
         self._owned[cache.owner] += 1
         if cache.request_id:
@@ -215,7 +218,7 @@ class Register:
         del self._caches[cache.name]
         self._owned[cache.owner] -= 1
         if not self._owned[cache.owner]:
-            del self._owned[cache.owner]
+            del self._owned[cache.owner], self._numbers[cache.owner]
         if self._made.get((cache.owner, cache.request_id)) is cache:
             del self._made[cache.owner, cache.request_id]
         if cache.alias:

@@ -34,6 +34,11 @@ MAX_REQUEST_ID: Final = 64
 MAX_ALIAS: Final = 256
 """The most bytes of an alias."""
 
+MAX_PAGE: Final = 1000
+"""The most caches in one reply, which with hundreds of layers each has about a megabyte."""
+MAX_TOKEN: Final = 20
+"""The most characters of a token of a page."""
+
 TURN_SECONDS: Final = 0.001
 """About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
 turns.
@@ -93,14 +98,19 @@ class CacheService:
     async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> bytes:
         """The reply, serialised piece by piece: as a whole that would take the loop too long."""
         store = self._host.store
-        found = _with_turns(store.list(caller.name, monotonic()))
+        found = store.list(caller.name, monotonic(), _number(request.page_token))
+        page = found[: min(request.page_size or MAX_PAGE, MAX_PAGE)]
         caches = [
             pb.CacheServiceListResponse(caches=[describe(self._host, cache)]).SerializeToString()
-            async for cache in found
+            async for cache in _with_turns(page)
             if not cache.gone
         ]
-        sizes = pb.CacheServiceListResponse(pool_bytes=store.pool_bytes, free_bytes=store.free_bytes)
-        return b"".join((*caches, sizes.SerializeToString()))
+        rest = pb.CacheServiceListResponse(
+            pool_bytes=store.pool_bytes,
+            free_bytes=store.free_bytes,
+            next_page_token=str(page[-1].number) if len(page) < len(found) else "",
+        )
+        return b"".join((*caches, rest.SerializeToString()))
 
     async def _delete(self, caller: Caller, request: pb.CacheServiceDeleteRequest) -> pb.CacheServiceDeleteResponse:
         store = self._host.store
@@ -164,6 +174,15 @@ def _checked_id(field: str, given: bytes) -> bytes:
     if len(given) > MAX_REQUEST_ID:
         raise InvalidRequest(field, f"at most {MAX_REQUEST_ID} bytes", len(given))
     return given
+
+
+def _number(page_token: str) -> int:
+    """The number of the cache after which a page begins."""
+    if not page_token:
+        return 0
+    if not page_token.isdecimal() or len(page_token) > MAX_TOKEN:
+        raise InvalidRequest("page_token", "the next_page_token of an earlier reply", repr(page_token))
+    return int(page_token)
 
 
 def _checked_alias(given: str) -> str:
