@@ -1,20 +1,21 @@
-"""Keeps signal handlers out of code that an exception of theirs would leave half done, or with a lock held for ever.
+"""Delays signal handlers, such as that of Ctrl-C, while code runs that must not be broken off halfway.
 
-In: a `with` around a few calls that do not block. Out: the same calls, and right after them the handlers of the signals
-that came meanwhile.
+In: a `with` around a few calls that do not block. Out: the same calls; after them, the handlers of the signals that
+came meanwhile.
 
-A signal's handler in Python runs in the main thread, between any two steps of Python code, and may raise: that of
-SIGINT does. gRPC holds locks of its channel while it begins or cancels a call, by `threading.Condition`, whose
-`__enter__` and `__exit__` are Python code: an exception in there leaves the lock held, and no reply is read on that
-channel any more. So do the standard library's events, timers and futures.
+**Why.** Python calls a signal's handler in the main thread, between any two steps of Python code. A handler may raise,
+as that of SIGINT does (KeyboardInterrupt), and the code that it interrupts is then left half done. That is worst in
+`threading.Condition`, whose `__enter__` and `__exit__` are Python code: an exception in there leaves its lock held for
+ever. gRPC uses such locks. It holds those of a channel while it begins or cancels a call; once one stays held, no reply
+is read on that channel any more. The standard library's events, timers and futures use them, too.
 
-Blocking the signals in the main thread would not do: another thread would get them, and Python would still call the
-handlers in the main thread. So for a moment each handler is replaced by one that takes a note.
+**How.** For a moment, each handler is replaced by one that only takes a note. It would not do to block the signals in
+the main thread: another thread would get them, and Python would still call the handlers in the main thread.
 """
 
 from __future__ import annotations
 
-# The functions of `signal` look for the names of what they take and return, which takes them ten times as long.
+# The functions of `signal` turn numbers into members of enums and back, which takes ten times as long.
 import _signal  # type: ignore[import-not-found]
 import os
 import signal
@@ -27,16 +28,21 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
 _NAMES: Final = "INT TERM ALRM HUP QUIT USR1 USR2 ABRT VTALRM PROF BREAK"
 SIGNALS: Final = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}"))
-"""The signals that are delayed: those whose handlers end something. To look at one takes some 25 ns, at every call."""
+"""The signals that are delayed: those whose handlers end something. Not all, since every `with` looks up the handler of
+each, which takes some 25 ns.
+"""
 
 
 _outermost: DelayedInterrupt | None = None
-"""The one that the main thread is in."""
+"""The `with` that the main thread is in; others inside it have no effect."""
 
 
 class DelayedInterrupt:
-    """Calls the handlers of the signals that arrive meanwhile at the end, each once, in the order of their arrival.
-    Without effect in other threads, within another, and for signals that have no handler in Python.
+    """A context manager that only notes signals while it is entered. At its end, it calls the handler of each signal
+    that came, once, in the order of arrival.
+
+    It has no effect in threads other than the main one, inside another `DelayedInterrupt`, and on signals that have no
+    handler in Python.
     """
 
     __slots__ = ("_came", "_handlers", "_holds")
@@ -61,13 +67,13 @@ class DelayedInterrupt:
                     self._holds, _outermost = False, None
                     return
                 self.__exit__()
-                raise  # what a handler that is not replaced yet has raised
+                raise  # a handler that was not replaced yet has raised this
 
     def __exit__(self, *exception: object) -> None:
         global _outermost
         if not self._holds:
             return
-        _outermost = None  # a handler that is back may begin another
+        _outermost = None  # first: a handler that is back may enter another
         try:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
@@ -77,7 +83,7 @@ class DelayedInterrupt:
                 self._call_handlers()
 
     def _call_handlers(self) -> None:
-        """Calls the handlers of what came, all of them, whichever raise."""
+        """Calls the handlers of the signals that came: all of them, even if some raise."""
         try:
             while self._came:
                 number = next(iter(self._came))
@@ -88,8 +94,8 @@ class DelayedInterrupt:
                 self._call_handlers()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal. If a handler that was back already has kept others from coming back, this goes on to stand
-        in for them.
+        """Stands in for the handlers. It notes a signal until the end of the `with`, and calls the real handler after
+        that. It may still be in place then: the first handlers that are put back may raise, and so keep others out.
         """
         if self._holds:
             self._came.setdefault(number, frame)
@@ -102,7 +108,9 @@ class DelayedInterrupt:
 
 
 def _is_elsewhere(number: int) -> bool:
-    """Whether `signal` takes another thread for the main one, as it does in an embedded Python."""
+    """Whether `signal` refuses to set handlers here: in an embedded Python, it may take another thread for the main
+    one than `threading` does.
+    """
     try:
         _signal.signal(number, _signal.getsignal(number))
     except ValueError:
@@ -111,7 +119,9 @@ def _is_elsewhere(number: int) -> bool:
 
 
 def _forked() -> None:
-    """In a new process, which another thread may have begun, nothing ends what the main thread was in."""
+    """Ends, in a forked child, the delay that the main thread was in. If another thread forked, the main thread is not
+    in the child, and would never end it.
+    """
     global _outermost
     if _outermost is not None:
         _outermost.let_go()

@@ -1,8 +1,10 @@
 """The process that a client belongs to: the one in which it is first used.
 
-In: the entry of each call, and forks, which are counted. Out: `ClientClosedError` in a forked child, and at the end of
-the interpreter. A child has none of the client's threads, and an interpreter that ends has stopped them: a lock that
-one of them held stays locked for ever, so this check comes before any lock is taken, and takes none.
+In: the entry of each call, and forks, which are counted. Out: `ClientClosedError`, if a client that was used before a
+fork is used in the child, or if any is used while the interpreter ends.
+
+Why: a forked child has none of the client's threads, and an interpreter that ends has stopped them. A lock that one of
+these threads held stays locked for ever. So this check comes before any lock is taken, and itself takes none.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ _forks = 0
 """How many forks lead from the first process to this one."""
 
 _inheritances: Final[list[tuple[Callable[[], Iterable[Any]], list[Any]]]] = []
+"""For each call of `inherited`: its argument, and the list that it returned."""
 
 
 class Process:
@@ -34,8 +37,8 @@ class Process:
         self._forks: int | None = None
 
     def enter(self) -> None:
-        """Notes that the client is used. ClientClosedError if another process has used it, or if the interpreter is
-        ending: finalizers of what lives until then (``__del__``) still run, but no other thread does.
+        """Notes that the client is used. ClientClosedError if it was first used in another process, or if the
+        interpreter is ending: finalizers (``__del__``) still run then, and may use the client, but its threads do not.
         """
         if sys.is_finalizing():
             raise ClientClosedError(_ENDING)
@@ -51,13 +54,13 @@ class Process:
 
     @property
     def lacks_threads(self) -> bool:
-        """Whether the client's threads, and gRPC's, exist no more, so that nothing may wait for them."""
+        """Whether the client's threads and gRPC's do not exist, or no longer: nothing may wait for them."""
         return self.is_another or sys.is_finalizing()
 
 
 def inherited(alive: Callable[[], Iterable[T]]) -> Sequence[T]:
-    """A list that holds, in each forked child, the objects alive at the fork, and so keeps them alive there for ever:
-    collecting a gRPC object would block on threads that exist only in the parent.
+    """A list, empty until a fork. In each forked child, it holds the objects that `alive` returns there, so that they
+    are never collected: collecting a gRPC object would block on threads that exist only in the parent.
     """
     kept: list[T] = []
     _inheritances.append((alive, kept))

@@ -1,4 +1,4 @@
-"""Settles futures that have callbacks in a thread of its own, since a callback may block on anything.
+"""Settles those futures that have callbacks. It has a thread of its own for this, since a callback may block.
 
 In: futures and their outcomes, from threads that have other things to do. Out: settled futures, one after the other, in
 the order in which they came. The thread lives as long as there is something to settle.

@@ -62,6 +62,7 @@ class BaseStream(ABC, Generic[W]):
         self._multiplexer: Final[Multiplexer[W]] = Multiplexer(policy, replica, others)
         self._others: Final = others
         self._watched = inf
+        """When `Multiplexer.tick` is going to be called, by what is scheduled."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -79,8 +80,8 @@ class BaseStream(ABC, Generic[W]):
 
     @abstractmethod
     def adopt(self, call: Call[W]) -> None:
-        """Sends a call that may have been tried elsewhere, unless it was given up in between. ClientClosedError if this
-        stream is closed.
+        """Takes over a call, and sends it. It may have been tried elsewhere; it is not sent if its caller gave it up in
+        between. ClientClosedError if this stream is closed.
         """
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Route(Protocol[R]):
 
 
 def to_anyhow(route: Route[B]) -> Route[B]:
-    """The route of calls that a server is to get even while it starts or drains, from that of other calls."""
+    """Turns the route of other calls into that of calls which a server is to get even while it starts or drains."""
     return lambda timeout, avoid: route(timeout, avoid).anyhow
 
 
@@ -125,8 +126,8 @@ class BaseConnection(ABC, Generic[S]):
         others: Callable[[Self], Others],
         anyhow: bool = False,
     ) -> None:
-        """`others` gives the other servers, as a connection sees them. `anyhow` is for what the property of that name
-        says.
+        """`others` returns the other servers, as the connection that it is given sees them. `anyhow` makes a connection
+        like the one that the property `anyhow` describes.
         """
         self._options: Final = [*settings.channel_options(replica.address), *((ANYHOW,) if anyhow else ())]
         self._credentials: Final = credentials
@@ -161,8 +162,9 @@ class BaseConnection(ABC, Generic[S]):
 
     @property
     def anyhow(self) -> Self:
-        """Another connection to the server, for unary calls that it is to get even while it starts or drains. Most
-        clients never need it. ClientClosedError if this one is closed: nobody would close another.
+        """Another connection to the same server, for unary calls that it is to get even while it starts or drains. It
+        is made when first asked for, since most clients never need it. ClientClosedError if this connection is closed:
+        nobody would close the other.
         """
         with self._lock:
             if self._closed:
@@ -173,7 +175,7 @@ class BaseConnection(ABC, Generic[S]):
             return self._anyhow
 
     def _end(self) -> Self | None:
-        """Notes that this connection is closed, and returns the other one, which is to be closed with it, if any."""
+        """Notes that this connection is closed. Returns the one in `anyhow`, if it was made, to be closed as well."""
         with self._lock:
             self._closed = True
             return self._anyhow

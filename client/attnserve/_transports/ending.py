@@ -2,8 +2,8 @@
 
 In: the call, before anything is written; the error that reading ended with. Out: the status.
 
-Such a write replaces the peer's status with its own, INTERNAL, which the error from reading then reports
-(https://github.com/grpc/grpc/issues/36066). A done callback of the call sees the peer's status before that.
+A write to a stream that has ended replaces the peer's status with INTERNAL, which the error from reading then reports
+(https://github.com/grpc/grpc/issues/36066). A done callback of the call runs before, and sees the peer's status.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Call(Generic[T]):
         """The total length of the pieces, in bytes."""
         self.timeout: Final = timeout
         self.given = timeout
-        """How many seconds the caller allowed in all, some of which may have gone before; errors say this."""
+        """How many seconds the caller allowed in all, which errors name; `timeout` is what was left of them here."""
         self.deadline: Final = inf if timeout is None else now + timeout
         """When the caller stops waiting."""
         self.pinned = False
@@ -75,7 +75,7 @@ class Call(Generic[T]):
         self.attempts = 0
         """How many attempts have failed, for another reason than that the server had no room."""
         self.refusals = 0
-        """How many servers had no room for it."""
+        """How often a server had no room for it."""
         self.refusal: OverloadedError | None = None
         """The error that refused the last attempt, if a server had no room."""
         self.due = 0.0

@@ -1,4 +1,4 @@
-"""Calls in an order: those that wait to be sent, by their priorities and ages, or those that have a time, by that.
+"""Calls in order: those that wait to be sent by priority and age, those with a deadline or another time by that.
 
 No I/O, no clock.
 """
@@ -15,7 +15,7 @@ from attnserve._transports.in_flight import Call
 T = TypeVar("T")
 
 SPARE: Final = 64
-"""How many entries of calls that have gone are kept at least, beside as many as there are calls."""
+"""The heap is rebuilt when it has more entries of calls that have left than there are calls, by more than so many."""
 
 
 def by_priority(call: Call[Any]) -> float:
@@ -24,14 +24,16 @@ def by_priority(call: Call[Any]) -> float:
 
 
 class Line(Generic[T]):
-    """Calls by rank, the least first, and those of one rank by age. Any may leave, at once."""
+    """Calls by rank, the least first; calls of one rank by age. Any call can leave in constant time."""
 
     def __init__(self, rank: Callable[[Call[T]], float]) -> None:
         """`rank` of a call changes only while it is not there."""
         self._rank = rank
         self._calls: dict[int, Call[T]] = {}
         self._order: list[tuple[float, int]] = []
-        """A heap of the ranks and ids, which grow with time, of the calls, and of some that have left."""
+        """A heap of ranks and ids, of the calls and of some that have left. Ids grow with time, so that those of one
+        rank are in order of age.
+        """
 
     def __len__(self) -> int:
         """How many calls there are."""
@@ -58,7 +60,7 @@ class Line(Generic[T]):
         return inf
 
     def join(self, call: Call[T]) -> None:
-        """A call is there from now on; it was not before."""
+        """Adds a call, which must not be there yet."""
         self._calls[call.id] = call
         heappush(self._order, (self._rank(call), call.id))
         if len(self._order) > 2 * len(self._calls) + SPARE:
@@ -66,7 +68,7 @@ class Line(Generic[T]):
             heapify(self._order)
 
     def leave(self, call: Call[T]) -> None:
-        """A call is there no more, if it was."""
+        """Removes a call, if it is there."""
         self._calls.pop(call.id, None)
 
     def next(self) -> Call[T]:
@@ -84,6 +86,6 @@ class Line(Generic[T]):
         return taken
 
     def clear(self) -> None:
-        """Nothing is there any more."""
+        """Removes all."""
         self._calls.clear()
         self._order.clear()

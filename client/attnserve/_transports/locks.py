@@ -1,7 +1,10 @@
-"""Locks for code that may interrupt anything: a finalizer, which Python's garbage collector runs in whatever thread
-allocates an object, or a signal handler. The holder may be further up the same stack, so that waiting would deadlock.
+"""Acquires locks without waiting, for code that may interrupt anything: finalizers and signal handlers.
 
-In: a lock. Out: the lock, acquired, or `LockHeld`; the caller then leaves the wait to another thread.
+Python's garbage collector runs finalizers in whatever thread allocates an object, and signal handlers run between any
+two steps of the main thread. What they interrupt, further up the same stack, may hold the lock that they need: waiting
+for it would deadlock.
+
+In: a lock. Out: the lock, acquired, or `LockHeld`; the caller then leaves its work to another thread, which may wait.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class MessageBounds:
         return bool(self._suspects)
 
     def given_up(self, call: Call[T]) -> None:
-        """Notes that nobody waits any longer for a call that was sent: its message, or reply, may still be too long. So
-        it counts for as long as its stream lasts, though it may have been answered: at worst others are sent once more.
+        """Notes that a call was given up after it was sent: its message, or reply, may still be too long. So it counts
+        for as long as its stream lasts, even once it is answered: at worst, other calls are sent again for nothing.
         """
         self._given_up[call.stream] = max(self._given_up.get(call.stream, 0), call.message_size)
 
@@ -47,12 +47,12 @@ class MessageBounds:
         return self._given_up.pop(stream, 0)
 
     def too_long(self, affected: Sequence[Call[T]], error: AttnServeError, given_up: int) -> Call[T] | None:
-        """The call that made a message too long, of those in flight; the others are to be sent again. None if that is
-        not known, or it was one that was given up (`given_up` as from `ended`), and all are.
+        """The call, of those in flight, that made a message too long: all others are to be sent again. None if it is
+        not known, or if it was one that was given up (`given_up` is what `ended` returned): then all are.
 
-        If the longest message that was sent held a single call, it was that; if it held several, messages are shorter
-        from now on. A reply was for any of them: they are sent one by one. So each time there is progress, and retries
-        need no bound.
+        If it was a message that was sent, it was the longest. If that held a single call, it was this call; if several,
+        messages are shorter from now on. If it was a reply, it may have been to any call: from now on they are sent one
+        by one. So every time brings the search further, and these retries need no bound.
         """
         if is_of_reply(error):
             if len(affected) == 1 and not given_up:

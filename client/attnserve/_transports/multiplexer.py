@@ -7,8 +7,8 @@ and outcomes to deliver. All times are seconds of one monotonic clock.
                     ▲                         │ broken(), a reply UNAVAILABLE, or no room
                     └──tick()── waiting ◀─────┘ (retries: see `_settings.retry`)
 
-New calls wait, too, while the server is known to have no room for more: see `waiting.py`. What is ready goes by
-priorities and ages: a connection may take less than there is.
+New calls wait, too, while the server is known to have no room for more: see `waiting.py`. Ready calls are sent by
+priority and age, since a connection may take fewer than there are.
 A broken stream is replaced by a new one. A reply UNAVAILABLE means that the server is going away: nothing more is sent
 on that stream, the replies that it still owes are awaited, and further calls go onto a new stream.
 """
@@ -72,7 +72,7 @@ class Multiplexer(Generic[T]):
         self._replica = replica
         self._others = others
         self._look = 0.0
-        """When to look next whether another server would answer sooner what is not sent."""
+        """When to look next whether other servers would answer the unsent calls sooner."""
         self._calls: dict[int, Call[T]] = {}
         self._bounds = MessageBounds(self._calls, message_bytes)
         self._deadlines: Line[T] = Line(attrgetter("deadline"))
@@ -134,8 +134,8 @@ class Multiplexer(Generic[T]):
         return stream == self._stream
 
     def add(self, call: Call[T], now: float) -> None:
-        """Takes a call, which goes into the next message; or waits until the server has room, if it has said that it
-        has none; or fails with the next `tick`, if it cannot be answered in its time, or is not to wait.
+        """Takes a call, which goes into the next message. But if the server has said that it has no room, the call
+        waits for some; or fails with the next `tick`, if it cannot be answered in its time or is not to wait.
         """
         self._last_id += 1
         call.id = self._last_id
@@ -300,8 +300,8 @@ class Multiplexer(Generic[T]):
         return outcomes
 
     def _too_long(self, affected: list[Call[T]], error: AttnServeError, given_up: int) -> list[Outcome[T]]:
-        """Handles the end of a stream on which a message of these calls, of those given up, or of a reply to either,
-        was too long.
+        """Handles the end of a stream because a message was too long: one with calls that are in flight (`affected`) or
+        given up, or one with a reply to such a call.
         """
         guilty = self._bounds.too_long(affected, error, given_up)
         for call in affected:
@@ -313,10 +313,10 @@ class Multiplexer(Generic[T]):
     def _interrupted(
         self, stream: int, affected: list[Call[T]], status: Status, error: AttnServeError, now: float
     ) -> list[Outcome[T]]:
-        """Handles the end of a stream, for whatever other reason, with these calls in flight on it."""
+        """Handles the end of a stream for another reason; `affected` are the calls in flight on it."""
         outcomes: list[Outcome[T]] = []
         is_full = retry.room_after(error) is not None
-        if stream == self._stream:  # calls about to be sent fail with it, or retries would be unbounded
+        if stream == self._stream:  # a failed attempt also of calls about to be sent, or retries would have no bound
             affected += self._ready.calls
             self._ready.clear()
             if not is_full:
@@ -341,13 +341,13 @@ class Multiplexer(Generic[T]):
         return [self._end(call, ProtocolError(message)) for call in affected]
 
     def tick(self, now: float) -> list[Outcome[T]]:
-        """Does what is due: calls that waited for a retry become ready, here or, if there are other servers, elsewhere,
-        or fail if there are too many retries; calls past their deadline fail. Of those that are not sent, as many go to
-        others as these would answer sooner.
+        """Does what is due. Calls that are not to wait for a full server move to another, once, or fail; calls past
+        their deadline fail. Calls whose next attempt is due move to other servers or, if none can answer them, become
+        ready here. Of the calls that are not sent, as many move as other servers would answer sooner.
         """
         others = self._others.exist()
         failed = self._waiting.failed()
-        if others:  # each may ask one other server
+        if others:  # each call may try one other server before it fails
             first_time = [call for call, _ in failed if call.avoid in (None, self._replica.address)]
             for call in first_time:
                 call.avoid = self._replica.address
@@ -372,7 +372,7 @@ class Multiplexer(Generic[T]):
         return outcomes
 
     def _first_unsent(self, count: int) -> list[Call[T]]:
-        """So many of the calls that are not sent and that other servers can answer, in the order of sending."""
+        """The first `count` of the unsent calls that other servers can answer, in the order of sending."""
         unsent = [call for call in (*self._ready.calls, *self._waiting.held) if not call.pinned] if count > 0 else []
         return nsmallest(count, unsent, key=lambda call: (by_priority(call), call.id))
 

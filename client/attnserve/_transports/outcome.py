@@ -1,4 +1,4 @@
-"""What a call comes to: the result that is made of its reply, the error in its place, or nothing if it is not made."""
+"""How a call ends: with the result made of its reply, or with an error; if it could not be made, with neither."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ R = TypeVar("R")
 
 
 def outcome_of(finish: Callable[[R], Any], reply: R | Exception) -> tuple[Any, Exception | None]:
-    """What `finish` makes of a reply, and no error; or nothing, and the error that came instead or that it raised."""
+    """The result that `finish` makes of a reply, and None. Or None, and the error: that which came in place of a reply,
+    or that which `finish` raised.
+    """
     if isinstance(reply, Exception):
         return None, _without_frames(reply)
     try:
@@ -21,7 +23,7 @@ def outcome_of(finish: Callable[[R], Any], reply: R | Exception) -> tuple[Any, E
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Breaks a cycle: the frames of an error of ours hold the future."""
+    """Takes the traceback off an error of ours, which breaks a cycle: its frames hold the future, which holds it."""
     return error.with_traceback(None) if isinstance(error, AttnServeError) else error
 
 
@@ -33,7 +35,7 @@ class Forsaken(Protocol):
 
 
 class Beginning:
-    """While a call is made, as a context manager: if that fails, nobody gets its future."""
+    """A context manager around the making of a call. If that fails, nobody gets the future: it is forsaken."""
 
     __slots__ = ("_future",)
 

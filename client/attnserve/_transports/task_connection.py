@@ -26,8 +26,9 @@ class Connection(BaseConnection[StreamTransport]):
     library: ClassVar = grpc.aio
 
     def __init__(self, *arguments: Any) -> None:
-        """Arguments are those of `BaseConnection`. ClientClosedError if gRPC would wait for a thread of the parent
-        process: it has one thread for everything asyncio, as long as any of it exists.
+        """Arguments are those of `BaseConnection`. ClientClosedError in a forked child whose parent had such
+        connections: gRPC has one thread for everything asyncio, for as long as any of it exists, and would wait for
+        that of the parent.
         """
         if _inherited:
             raise ClientClosedError(_FORKED)
@@ -47,8 +48,8 @@ class Connection(BaseConnection[StreamTransport]):
         await asyncio.gather(*(stream.close() for stream in self._streams))
         if (anyhow := self._end()) is not None:
             await anyhow.close()
-        if self._channel is not None:  # or this completes a closing that was cancelled
-            # Calls of a loop that is closed cannot be told that gRPC has cancelled them.
+        if self._channel is not None:  # else this completes a closing that was cancelled after it got this far
+            # RuntimeError: calls of a loop that is closed cannot be told that gRPC has cancelled them.
             with suppress(RuntimeError) if self._loop.is_closed() else nullcontext():
                 await self._channel.close()
             self._channel = None

@@ -64,7 +64,7 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
             return False
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
         try:
-            # Not here: a finalizer may cancel, which interrupts anything, in any thread.
+            # Later, in the loop: here may be a finalizer, which interrupts anything, in any thread.
             self.get_loop().call_soon_threadsafe(self._give_up, withdraw)
         except RuntimeError:  # the loop is closed, and nothing is left to withdraw
             self._give_up(_withdrawn_already)
@@ -92,7 +92,9 @@ class CallFuture(asyncio.Future[T], Generic[R, T]):
             return
 
     def forsake(self, error: BaseException) -> None:
-        """Ends its span, and drops what it refers to, which may refer to it: its call could not be made."""
+        """Gives up the future of a call that could not be made: ends its span, and drops its references, which may form
+        cycles.
+        """
         self.withdraw = _withdrawn_already
         if self.span is not None:
             self.span.end(error)
@@ -131,8 +133,8 @@ class StreamTransport(BaseStream[StreamFuture]):
         self._timer: asyncio.TimerHandle | None = None
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it
-        to withdraw. ClientClosedError if this transport is closed.
+        """Takes over a call, and sends it. It may have been tried elsewhere; it is not sent if its caller gave it up in
+        between, when no transport had it. ClientClosedError if this transport is closed.
         """
         if self._closed:
             raise ClientClosedError
@@ -174,7 +176,7 @@ class StreamTransport(BaseStream[StreamFuture]):
         self._advance()
 
     def _advance(self) -> None:
-        """Does everything that has become possible."""
+        """Opens a stream if one is needed, wakes its writer if that has something to do, and sets the timer."""
         if self._closed:
             return
         if self._multiplexer.wants_stream:
@@ -246,7 +248,7 @@ class StreamTransport(BaseStream[StreamFuture]):
         """Handles the end of a stream or of its reading task, even if that was cancelled before it began."""
         self._tasks.discard(reading)
         status = Status()
-        if reading.cancelled():  # or the stream was cancelled, when its writing task was
+        if reading.cancelled():  # by other code; or by gRPC, after `_written` cancelled the stream
             rpc.cancel()
         elif (error := reading.exception()) is not None:  # malformed replies, or whatever else prevents reading them
             self._distrust(stream, rpc, error)
@@ -275,7 +277,7 @@ class StreamTransport(BaseStream[StreamFuture]):
 
 
 def unended(tasks: Iterable[F]) -> list[F]:
-    """Those tasks or futures, except of a closed loop: they never end, and raise RuntimeError if they are told to."""
+    """The tasks or futures, without those of a closed loop: these never end, and cancelling one raises RuntimeError."""
     return [task for task in tasks if not task.get_loop().is_closed()]
 
 

@@ -33,8 +33,9 @@ class Connection(BaseConnection[StreamTransport]):
         return StreamTransport(self.channel, self.lose_channel, policy, bearer, replica, others)
 
     def channel(self) -> grpc.Channel:
-        """The channel for the next call. RuntimeError if there are no threads for a new one to replace a lost one: each
-        lost channel costs memory and a file descriptor until the process ends.
+        """The channel for the next call; a new one, if the last was lost. RuntimeError if there are no threads for a
+        new one. That is tried first, since every lost channel costs memory and a file descriptor until the process
+        ends.
         """
         if self._is_lost:
             _find_threads()
@@ -46,8 +47,8 @@ class Connection(BaseConnection[StreamTransport]):
         return channel
 
     def lose_channel(self) -> None:
-        """Makes the next call use a new channel. gRPC had no thread for this one: no reply is ever read on it again,
-        and closing it, or dropping the last reference to it, waits for that thread.
+        """Makes the next call use a new channel, because gRPC had no thread for this one. No reply is ever read on it
+        again; and closing it, or dropping the last reference to it, would wait for that thread.
         """
         self._is_lost = True
 
@@ -76,7 +77,7 @@ _THREADS: Final = 3
 
 
 def _find_threads() -> None:
-    """RuntimeError if that many threads cannot be started."""
+    """Starts as many threads for a moment. RuntimeError if that is not possible."""
     found = threading.Event()
     try:
         for _ in range(_THREADS):

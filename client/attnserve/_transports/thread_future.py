@@ -1,11 +1,15 @@
-"""The future that callers of a threaded client get: settled by the thread that brings the outcome, cancelled by any.
+"""The future that callers of a threaded client get. The thread that brings the outcome settles it; any may cancel it.
 
-In: an outcome, once; callbacks. Out: the result made from it. A finalizer may cancel, interrupting anything: whatever
-would have to wait for a lock is left to another thread (`locks`).
+In: an outcome, once; callbacks. Out: the result made from the outcome.
 
-The lock of `Future` is a `threading.Condition`, which is Python code: if a signal handler raises in there, what brings
-the outcome could wait for that lock for ever. So who looks at a future or waits for it takes no lock (an outcome is
-there before `_state` says so), and who cancels it or adds a callback takes it only while signals are delayed.
+Two things may interrupt what happens here at any point:
+
+- **A finalizer may cancel the future.** It cannot wait for a lock: what would have to is left to another thread (see
+  `locks`).
+- **A signal handler may raise.** The lock of `Future` is a `threading.Condition`, which such an exception may leave
+  held (see `_interrupts`): the thread that brings the outcome would wait for it for ever. So cancelling, settling and
+  adding a callback take that lock only while signals are delayed. Looking at a future, and waiting for it, take no
+  lock: `_state` says that it is done only once the outcome is there.
 """
 
 from __future__ import annotations
@@ -34,10 +38,11 @@ class Withdraw(Protocol):
     """Makes the transport forget a call; false if the call already has its outcome."""
 
     def __call__(self, *, waits: bool) -> bool:
-        """Raises `LockHeld` if it would have to wait for a lock, but `waits` is false."""
+        """`waits` says whether it may wait for a lock. If not, but it would have to, it raises `LockHeld`."""
 
 
 def _withdrawn_already(*, waits: bool) -> bool:
+    """For a call that no transport has."""
     return False
 
 
@@ -46,7 +51,7 @@ class Calls(Protocol):
 
     @property
     def lacks_threads(self) -> bool:
-        """Whether the threads that carry them exist no more: there is nothing to withdraw a call from."""
+        """Whether the threads that carry them exist no more. Then there is nothing to withdraw a call from."""
 
 
 _CANCELLED: Final = ("CANCELLED", "CANCELLED_AND_NOTIFIED")
@@ -58,14 +63,14 @@ _SETTLED: Final = ("FINISHED", "CANCELLED_AND_NOTIFIED")
 
 class _Thread(threading.local):
     transport: object = None
-    """Whose replies come on this thread: none do while it runs callbacks."""
+    """The transport whose replies this thread takes, if any. While the thread runs a callback, it takes none."""
 
 
 _thread: Final = _Thread()
 
 
 def bring_replies(transport: object) -> None:
-    """Says that the replies of a transport come on this thread."""
+    """Notes that this thread takes the replies of a transport."""
     _thread.transport = transport
 
 
@@ -75,20 +80,21 @@ class CallFuture(Future[T], Generic[R, T]):
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
-        self._calling = threading.RLock()  # a finalizer that runs while a result is made may add a callback
+        self._calling = threading.RLock()  # not a `Lock`: a finalizer that runs in `settle` may add a callback
         self._calls_back = False
+        """Whether a callback was ever added."""
         self.withdraw: Withdraw = _withdrawn_already
         """Makes the transport forget the call."""
         self.calls: Calls | None = None
         """The client's calls, kept from being garbage-collected before the reply arrives."""
         self.transport: object = None
-        """What carries the call until it is settled, if that is a stream."""
+        """The transport that carries the call, if that is a stream, until the future is settled."""
         self.span: CallSpan | None = None
         """The call's span, if it is traced."""
         self.timeout: float | None = None
         """Within how many seconds it is settled; None for no limit."""
         self._latch = threading.Lock()
-        """Held until the future is done."""
+        """Locked until the future is done. A thread that waits acquires it, and then releases it for the next."""
         self._latch.acquire()
 
     def __repr__(self) -> str:
@@ -118,7 +124,8 @@ class CallFuture(Future[T], Generic[R, T]):
         try:
             self._latch.acquire(timeout=seconds)
         finally:
-            if self._state in _DONE:  # let all others that wait pass, too; in a function, a handler could raise first
+            # Let the next thread that waits pass, too. Not in a function: a handler could raise before it begins.
+            if self._state in _DONE:
                 try:  # noqa: SIM105
                     self._latch.release()
                 except RuntimeError:
@@ -132,7 +139,7 @@ class CallFuture(Future[T], Generic[R, T]):
         calls, self.calls, self.transport = self.calls, None, None
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
-        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for them
+        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for its threads
             if withdraw is not _withdrawn_already:
                 self._tell_of_cancellation()
             return True
@@ -144,10 +151,10 @@ class CallFuture(Future[T], Generic[R, T]):
         return True
 
     def _is_cancelled_now(self) -> bool:
-        """Does and returns what `Future.cancel` does."""
+        """Does and returns what `Future.cancel` does, but calls the callbacks when signals are no longer delayed."""
         is_first = False
         try:
-            with DelayedInterrupt(), self._condition:  # of two threads that cancel it, one calls back
+            with DelayedInterrupt(), self._condition:  # of two threads that cancel it, only one is the first
                 is_first = self._state == "PENDING"
                 return super().cancel()
         finally:
@@ -155,16 +162,16 @@ class CallFuture(Future[T], Generic[R, T]):
                 self._call_back()
 
     def _invoke_callbacks(self) -> None:
-        """Has nobody wait any more. `Future` calls this as it becomes done, while signals are delayed: its callbacks,
-        which may take their time, are called next, by `_call_back`.
+        """Lets those who wait pass. `Future` calls this as it becomes done. Its own version calls the callbacks, which
+        may take their time; but signals are still delayed here, so `_call_back` calls them afterwards.
         """
-        try:  # noqa: SIM105  # for each call
+        try:  # noqa: SIM105  # `suppress` takes longer, and this runs for each call
             self._latch.release()
-        except RuntimeError:  # who waited has let the others pass already
+        except RuntimeError:  # somebody who waited has released it already
             pass
 
     def _call_back(self) -> None:
-        super()._invoke_callbacks()  # type: ignore[misc]  # nor for this
+        super()._invoke_callbacks()  # type: ignore[misc]  # a method of `Future` that has no types
 
     def _tell_of_cancellation(self) -> None:
         """Tells `concurrent.futures.wait` and `as_completed`."""
@@ -172,6 +179,7 @@ class CallFuture(Future[T], Generic[R, T]):
             self.set_running_or_notify_cancel()
 
     def _give_up(self, withdraw: Withdraw, span: CallSpan | None, *, waits: bool) -> None:
+        """Ends the span, and has the transport forget the call. `waits` as for `Withdraw`."""
         if span is not None:
             if not waits:  # span processors have locks, too
                 raise LockHeld
@@ -180,17 +188,19 @@ class CallFuture(Future[T], Generic[R, T]):
             self._tell_of_cancellation()
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, or the error instead, once it is there. RuntimeError if a callback would hold up the reply."""
+        """Waits for the result and returns it, or raises the error. RuntimeError in a callback that would hold up the
+        reply.
+        """
         error = self.exception(timeout)
         try:
             if error is None:
                 return cast(T, self._result)
             raise error
         finally:
-            del self, error  # a cycle: an error that is raised here holds this frame, and the future the error
+            del self, error  # breaks a cycle: a raised error holds this frame, and the future holds the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error, if it is one. RuntimeError as for `result`."""
+        """Waits for the outcome, and returns the error; None if there is a result. RuntimeError as for `result`."""
         if not self.is_done_within(timeout):
             raise TimeoutError
         if self._state in _CANCELLED:
@@ -205,13 +215,13 @@ class CallFuture(Future[T], Generic[R, T]):
             )
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Calls a function with the future when it is done: at once if it is, in this thread."""
+        """Has a function called with the future when it is done; at once, in this thread, if it is done already."""
         with DelayedInterrupt():
             with self._calling:
                 self._calls_back = True
             with self._condition:
                 if self._state not in _DONE:
-                    self._done_callbacks.append(fn)  # type: ignore[attr-defined]  # for which `Future` has no types
+                    self._done_callbacks.append(fn)  # type: ignore[attr-defined]  # `Future` has no types for it
                     return
         try:  # not while signals are delayed: it may take its time
             fn(self)
@@ -227,7 +237,9 @@ class CallFuture(Future[T], Generic[R, T]):
             return silent
 
     def settle(self, outcome: R | Exception) -> None:
-        """Gives the future its result, or the error instead. To be called once; again if an interrupt ended it."""
+        """Gives the future its result, or the error instead. To be called once; and again, if a signal handler's
+        exception ended the first call.
+        """
         self.calls = self.transport = None
         self.withdraw = _withdrawn_already  # drop the reference, which keeps alive all that the call holds
         with DelayedInterrupt():
@@ -251,7 +263,9 @@ class CallFuture(Future[T], Generic[R, T]):
                 logger.exception("a callback of a call wanted to end its thread")
 
     def forsake(self, error: BaseException) -> None:
-        """Ends its span, and drops what it refers to, which may refer to it: its call could not be made."""
+        """Gives up the future of a call that could not be made: ends its span, and drops its references, which may form
+        cycles.
+        """
         self.calls = self.transport = None
         self.withdraw = _withdrawn_already
         if self.span is not None:
@@ -262,6 +276,6 @@ def later(delay: float, function: Callable[[], object]) -> threading.Timer:
     """Calls a function after some seconds, in a thread of its own."""
     timer = threading.Timer(min(delay, threading.TIMEOUT_MAX), function)
     timer.daemon = True
-    with DelayedInterrupt():  # it waits for the thread to begin
+    with DelayedInterrupt():  # `start` waits for an event: that the thread has begun
         timer.start()
     return timer

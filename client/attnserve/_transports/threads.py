@@ -1,11 +1,16 @@
-"""How a threaded client's calls travel: gRPC's synchronous channel, and the threads around it.
+"""How a threaded client's calls travel on streams: gRPC's synchronous channel, and the threads around it.
 
-In: encoded calls, from any number of threads. Out: settled `CallFuture`s. An open stream has two threads: gRPC's own,
-which takes messages from us as fast as the connection does, and one that asks for replies. Replies arrive in a thread
-of the channel, which at once settles futures without callbacks: waking another thread takes longer than computing a
-small call. Futures with callbacks, and calls that move to other servers, are left to the stream's thread. One more
-thread, started with the first call, watches deadlines and retries. All are daemons. If no thread can be started for a
-stream, its calls are sent again a little later. Nothing is decided here; see `multiplexer` and `_settings.retry`.
+In: encoded calls, from any number of threads. Out: settled `CallFuture`s. These threads, all daemons, take part:
+
+- gRPC's thread for the stream takes messages from `_messages`, as fast as the connection does.
+- gRPC's thread for the channel calls `_arrived` with each message of replies. It settles futures without callbacks at
+  once: waking another thread takes longer than computing a small call.
+- Our thread for the stream runs `_read`. It does what `_arrived` leaves: it settles futures with callbacks or spans and
+  those of large messages, moves calls to other servers, and handles the end of the stream.
+- Our thread for the transport, started with the first call, runs `_watch`: it watches deadlines and retries.
+
+If no thread can be started for a stream, its calls are sent again a little later. Nothing is decided here; see
+`multiplexer` and `_settings.retry`.
 """
 
 from __future__ import annotations
@@ -37,15 +42,15 @@ from attnserve._transports.locks import at_once
 from attnserve._transports.thread_future import CallFuture, bring_replies, later
 
 _PROMPT_BYTES: Final = 1 << 20
-"""Up to this size, a message's results are made in gRPC's thread; larger ones would keep that from its work."""
+"""Up to this size, a message's results are made in gRPC's thread. Larger ones would keep that thread from its work."""
 
 
 StreamFuture: TypeAlias = CallFuture[Response, Any]
 
 
 def _settle(outcomes: Iterable[Outcome[StreamFuture]]) -> None:
-    """Delivers outcomes. No lock may be held: callbacks may do anything. What a signal handler raises ends it, in the
-    main thread: then another delivers the rest, to callers who wait in other threads.
+    """Delivers outcomes. No lock may be held: callbacks may do anything. If a signal handler's exception ends this, in
+    the main thread, another thread delivers the rest: callers in other threads wait for it.
     """
     rest = deque(outcomes)
     try:
@@ -92,8 +97,9 @@ class StreamTransport(BaseStream[StreamFuture]):
         self._watcher: threading.Thread | None = None
 
     def adopt(self, call: Call[StreamFuture]) -> None:
-        """Sends a call that may have been tried elsewhere, unless it was given up in between, when no transport had it.
-        ClientClosedError if this transport is closed, and RuntimeError if there is no thread to watch deadlines.
+        """Takes over a call, and sends it. It may have been tried elsewhere; it is not sent if its caller gave it up in
+        between, when no transport had it. ClientClosedError if this transport is closed, and RuntimeError if there is
+        no thread to watch deadlines.
         """
         call.owner.withdraw, call.owner.transport = partial(self._withdraw, call), self
         outcomes: list[Outcome[StreamFuture]] = []
@@ -101,19 +107,19 @@ class StreamTransport(BaseStream[StreamFuture]):
             with self._lock:
                 if self._closed:
                     raise ClientClosedError()
-                if not (given_up := call.owner.cancelled()):  # from here on, `_withdraw` finds it here
+                if not (given_up := call.owner.cancelled()):  # from here on, `_withdraw` finds the call
                     self._add(call, outcomes)
         finally:
             _settle(outcomes)
         if given_up:
-            call.owner.settle(CancelledError())  # for `concurrent.futures.wait` and `as_completed`
+            call.owner.settle(CancelledError())  # tells `concurrent.futures.wait` and `as_completed`
 
     def _add(self, call: Call[StreamFuture], outcomes: list[Outcome[StreamFuture]]) -> None:
         """Takes a call, and adds to the `outcomes` to deliver. The lock must be held."""
         self._multiplexer.add(call, time.monotonic())
         try:
             if self._watcher is None:
-                with DelayedInterrupt():  # or another would be started, if a handler raises
+                with DelayedInterrupt():  # if a handler raised before it is noted, another would be started
                     self._watcher = self._begin_to_watch()
             self._advance(outcomes)
         except BaseException:  # no thread can be started, or a signal handler raises: nobody gets the future
@@ -139,7 +145,7 @@ class StreamTransport(BaseStream[StreamFuture]):
             self._writable.notify_all()
             self._timer.notify_all()
         try:
-            with DelayedInterrupt():  # also for the finalizers of gRPC's calls: what a handler raises there is lost
+            with DelayedInterrupt():  # also because gRPC's calls have finalizers: what is raised in one is lost
                 while rpcs:
                     rpcs.pop().cancel()
         finally:
@@ -153,9 +159,11 @@ class StreamTransport(BaseStream[StreamFuture]):
         return withdrawn
 
     def _advance(self, outcomes: list[Outcome[StreamFuture]]) -> None:
-        """Does everything that has become possible, and adds to the `outcomes` to deliver. The lock must be held."""
+        """Opens a stream if one is needed, and wakes the threads that have something to do. Adds to the `outcomes` to
+        deliver. The lock must be held.
+        """
         if self._multiplexer.wants_stream and not self._closed:
-            with DelayedInterrupt():  # what a handler raises is no reason why a stream cannot be opened
+            with DelayedInterrupt():  # or a handler's exception would look as if no stream could be opened
                 self._begin_stream(outcomes)
                 self._notify()
         else:
@@ -181,8 +189,8 @@ class StreamTransport(BaseStream[StreamFuture]):
             self._watched = wakeup
 
     def _open(self, stream: int) -> None:
-        """Opens a stream. Raises RuntimeError if there is no thread for it. As far as possible that is found out before
-        gRPC needs one: a channel for which gRPC had no thread is useless from then on.
+        """Opens a stream. Raises RuntimeError if there is no thread for it. Our own thread is started first, so that a
+        lack of threads mostly shows before gRPC needs one: a channel for which gRPC had none is useless from then on.
         """
         opened: SimpleQueue[Any] = SimpleQueue()
         rpc = None
@@ -229,7 +237,8 @@ class StreamTransport(BaseStream[StreamFuture]):
                     _settle(arrived.outcomes)
                 del arrived  # keep nothing alive while awaiting the next message
         except grpc.RpcError as error:
-            status = status_from_rpc_error(error.with_traceback(None))  # a cycle: it is the call that this frame has
+            # Without the traceback, which would make a cycle: the error is `rpc`, and this frame holds that.
+            status = status_from_rpc_error(error.with_traceback(None))
         except Exception as error:  # malformed replies, or whatever else prevents reading them: no memory, a bug
             self._distrust(stream, rpc, error)
         with self._lock:
@@ -246,8 +255,8 @@ class StreamTransport(BaseStream[StreamFuture]):
         _settle(outcomes)
 
     def _arrived(self, stream: int, data: bytes) -> _Arrived | Exception:
-        """Takes a message of replies, as gRPC's deserializer: in the thread that it arrives in. Returns what is left to
-        do, or what went wrong.
+        """Takes a message of replies. To gRPC this is the deserializer, which it calls in the thread that the message
+        arrives in. Returns what is left for `_read` to do, or what went wrong.
         """
         try:
             replies, closing = decode_replies(data)

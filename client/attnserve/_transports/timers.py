@@ -24,7 +24,7 @@ class Timer:
         self.function: Callable[[], object] | None = function
 
     def cancel(self) -> None:
-        """Has it not run, unless it has begun."""
+        """Keeps it from running, unless it has begun."""
         self.function = None
 
 
@@ -57,7 +57,7 @@ class Timers:
         return timer
 
     def close(self) -> None:
-        """Has nothing run that has not begun."""
+        """Keeps everything from running that has not begun."""
         with DelayedInterrupt(), self._changed:
             self._due.clear()
             self._changed.notify()
@@ -69,7 +69,7 @@ class Timers:
             del timer, function  # keep nothing alive while waiting for the next
 
     def _next(self) -> Timer | None:
-        """Waits for what is due next, which may be cancelled at any moment; None if nothing is left."""
+        """Waits until the next timer is due, and returns it; it may be cancelled by then. None if none is left."""
         with self._changed:
             while self._due:
                 due, _, timer = self._due[0]

@@ -44,10 +44,10 @@ class UnaryCall(Generic[F, C]):
         given: float | None = None,
         pinned: bool,
     ) -> None:
-        """`route` gives the connection for an attempt, always to one server if `pinned`. With `again`, it is one
-        attempt of a call whose retries its caller decides on, and `again` is what followed the last one. `size` is the
-        length of a request that needs room among others, in bytes; None for what any server answers. `given` is the
-        timeout to tell of, if `timeout` is only what is left of it.
+        """`route` gives the connection for an attempt, always to one server if `pinned`. With `again`, this is a single
+        attempt: the caller decides on retries, and `again` says what followed the attempt before. `size` is the length
+        in bytes of an operation's request; None for a plain RPC, which is sent even to a full server. `given` is the
+        timeout that errors name, if `timeout` is only what is left of it.
         """
         self.future: Final = future
         self.path: Final = path
@@ -128,7 +128,7 @@ class UnaryCall(Generic[F, C]):
         status = status_from_rpc_error(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             connection.replica.failed(now)
-        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not status.details:  # gRPC's own
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not status.details:  # gRPC's, not the server's
             connection.replica.was_silent(now, self._began)
         elsewhere = not self._pinned and connection.others.answer()
         verdict = self._policy.after(
@@ -137,7 +137,7 @@ class UnaryCall(Generic[F, C]):
         refusal = verdict.refusal if isinstance(verdict, Again) else verdict
         connection.replica.room.refused(now, refusal, self._size)
         if isinstance(verdict, DeadlineExceededError) and not status.details and self._given is not None:
-            verdict = no_reply(self._given, connection.replica.address)  # gRPC's own says neither
+            verdict = no_reply(self._given, connection.replica.address)  # gRPC's own error says neither of these
             verdict.resent = self._resent
         self._resent = self._resent or not status.details
         if isinstance(verdict, AttnServeError):
@@ -147,9 +147,9 @@ class UnaryCall(Generic[F, C]):
         return verdict.pause
 
     def held_back(self, connection: C) -> float | None:
-        """How many seconds to wait, as after a failed attempt, because the server has said that it has no room, and the
-        budget is used up: the first attempt is then not sent. None if it may be. Raises an OverloadedError if there is
-        to be no other.
+        """How many seconds to wait instead of sending the first attempt; None if it may be sent. It may not if the
+        server has said that it has no room, and the budget for calls that are sent all the same is used up: it then
+        counts as failed. Raises an OverloadedError if there is to be no other attempt.
         """
         if self._size is None or self._attempts:
             return None
@@ -165,8 +165,8 @@ class UnaryCall(Generic[F, C]):
         return pause
 
     def answered(self, connection: C) -> None:
-        """Notes that an attempt has been answered. What a server says of itself, even while it takes no calls, changes
-        nothing about where they go, nor how often.
+        """Notes that an attempt has been answered. On a connection that is not `for_work`, this changes nothing: a
+        server answers there even while it takes no calls, so it says nothing of where, or how often, to send those.
         """
         if not connection.for_work:
             return

@@ -1,8 +1,14 @@
-"""Unary calls of a threaded client.
+"""How a threaded client's unary calls travel: gRPC's futures, and the threads that settle ours.
 
-In: calls. Out: their futures, settled. gRPC's threads bring the replies, and settle futures without callbacks; those
-with callbacks are left to a thread of our own, since a callback may close the client, or wait for another reply. One
-more thread waits for the next attempts of all. Nothing is decided here; see `unary`.
+In: calls. Out: their futures, settled. These threads take part:
+
+- The caller's thread makes the first attempt.
+- gRPC's threads bring the replies (`_done`), and settle futures without callbacks.
+- A thread of our own settles futures with callbacks (`callbacks`): a callback may close the client, or wait for another
+  reply.
+- One more thread makes the next attempts of all calls (`timers`).
+
+Nothing is decided here; see `unary`.
 """
 
 from __future__ import annotations
@@ -31,10 +37,11 @@ class ThreadCall(UnaryCall[CallFuture[bytes, Any], "Connection"]):
 
     connection: Connection | None = None
     rpc: Any = None
-    """gRPC's call, while it is in progress. Its finalizer takes a lock, and what a signal handler raises in a finalizer
-    is lost: so the main thread lets go of it only where signals are delayed.
+    """gRPC's call, while it is in progress. The main thread drops it only while signals are delayed: its finalizer
+    takes a lock, and a signal handler's exception in a finalizer would be lost.
     """
     timer: Timer | None = None
+    """What makes the next attempt, while there is a pause."""
 
 
 class UnaryTransport:
@@ -75,7 +82,7 @@ class UnaryTransport:
         self._timers.close()
 
     def _try(self, call: ThreadCall) -> None:
-        """Makes the first attempt, in the caller's thread, where signal handlers may raise anything."""
+        """Makes an attempt. The first is made in the caller's thread, where signal handlers may raise anything."""
         try:
             self._begin(call)
         except AttnServeError as error:
@@ -152,7 +159,7 @@ class UnaryTransport:
         return True
 
     def _answer(self, call: ThreadCall, outcome: bytes | AttnServeError) -> None:
-        """Ends a call, in a thread that others need."""
+        """Ends a call. This runs in a thread that other calls need, so another settles a future with callbacks."""
         if self._withdraw(call) and not call.future.settle_silently(outcome):
             self._callbacks.settle(call.future, outcome)
 

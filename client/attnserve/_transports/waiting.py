@@ -6,7 +6,7 @@ order in `line.py`, and whether one is sent again in `_settings.retry`. No I/O, 
 
     add(call) ──▶ held ──release()──▶ sent
                     ▲
-    again(call) ──▶ later, until due()        refused(call) is one of these
+    again(call) ──▶ later, until due()        refused(call) is again(call), after a refusal
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BY_SIZE: Final = frozenset(("bytes", "flops"))
 
 
 class Waiting(Generic[T]):
-    """Those of the calls to one server that are not to be sent yet."""
+    """The calls to one server that are not to be sent yet."""
 
     def __init__(self, policy: RetryPolicy, replica: Replica, calls: Sized) -> None:
-        """`calls` are all that have no outcome, with those that wait here. `replica` is the server, and is told until
-        when it should have no room.
+        """`calls` are all that have no outcome, including those that wait here. `replica` is the server; it is told
+        until when the server should have no room.
         """
         self._policy = policy
         self._replica = replica
@@ -47,7 +47,7 @@ class Waiting(Generic[T]):
         self._failed: dict[int, tuple[Call[T], OverloadedError]] = {}
         """Calls that are not to wait, because the server is full."""
         self.wakeup = inf
-        """When there is something to do; until `due` is asked, it only ever becomes earlier."""
+        """When there is something to do. Between two calls of `due`, it only becomes earlier."""
 
     def __len__(self) -> int:
         """How many calls wait."""
@@ -73,10 +73,11 @@ class Waiting(Generic[T]):
         return len(self._calls) - len(self)
 
     def add(self, call: Call[T], now: float) -> bool:
-        """Whether a new call may be sent at once, which is not among the `calls` yet. If not, it waits from now on:
-        until the server has room; or, if it cannot be answered in its time or is not to wait, to fail.
+        """Takes a new call, which is not among the `calls` yet, and returns whether it may be sent at once. If not, it
+        waits until the server has room; or it is among the `failed`, if it cannot be answered in its time or is not to
+        wait.
         """
-        if not self._policy.retries:
+        if not self._policy.retries:  # a call without retries does not wait
             refusal = self._replica.room.refusal(now, call.size)
             if refusal is None or self._policy.begun.take(now):
                 return True
@@ -108,7 +109,7 @@ class Waiting(Generic[T]):
         return self._window.hopeless(waiting + unanswered, now, call.deadline)
 
     def release(self, now: float) -> list[Call[T]]:
-        """Those that wait no more, because the server has room for them."""
+        """Takes out the calls for which the server has room now."""
         if not self._held:
             return []
         room = self._window.room(self._unanswered)
@@ -123,7 +124,7 @@ class Waiting(Generic[T]):
         return released
 
     def again(self, call: Call[T], until: float) -> None:
-        """A call is to be sent again, and not before then."""
+        """Has a call wait for its next attempt, until then."""
         call.stream = 0
         call.refusal = None
         call.avoid = self._replica.address
@@ -132,8 +133,8 @@ class Waiting(Generic[T]):
         self.wakeup = min(self.wakeup, until)
 
     def refused(self, call: Call[T], error: AttnServeError, now: float) -> bool:
-        """Whether a call that ended with an error waits until the server has room; if so, it does from now on, unless
-        the server is given up: see `answered`.
+        """Takes a call that ended with an error, if it is to wait until the server has room, and returns whether it is.
+        `answered`, which must follow, has it fail all the same if the server is given up.
         """
         for_all = room_after(error) is not None and (_is_for_all(error) or self._unanswered > 1)
         wait = self._policy.until_room if for_all else self._policy.after_overload
@@ -151,7 +152,8 @@ class Waiting(Generic[T]):
 
     def answered(self, calls: int, now: float, *, refused: bool, taken: bool) -> None:
         """Notes that calls have been answered, whether others were refused, and whether the connection has `taken` all
-        that may be sent. If the server has refused too many in a row and has none, none is to wait for it.
+        that may be sent. If the server is given up, because it has no calls and has refused too many in a row, all that
+        wait for it fail.
         """
         self._window.answered(calls, len(self._held), now, taken=taken)
         if not (refused and self._window.given_up):
@@ -167,49 +169,49 @@ class Waiting(Generic[T]):
         self._failed[call.id] = call, error
 
     def leave(self, call: Call[T]) -> None:
-        """A call waits no more, if it did."""
+        """Removes a call, if it waits here."""
         self._held.leave(call)
         self._later.leave(call)
         self._failed.pop(call.id, None)
 
     def may_move(self) -> list[Call[T]]:
-        """Those that another server may be sent at once. Those that this one refused wait out the pause that it asked
-        for.
+        """Those that may be sent to another server at once: not those that this one refused, which wait out the pause
+        that it asked for.
         """
         return [*self._held.calls, *(call for call in self._later.calls if call.refusal is None)]
 
     def failed(self) -> list[tuple[Call[T], OverloadedError]]:
-        """Those that fail, with their errors. They wait no more."""
+        """Takes out those that fail, with their errors."""
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
     def due(self, now: float) -> list[Call[T]]:
-        """Those whose next attempt is due. They wait no more."""
+        """Takes out those whose next attempt is due."""
         due = self._later.up_to(now)
         self.wakeup = self._later.least
         return due
 
     def hold(self, calls: Iterable[Call[T]]) -> None:
-        """Calls wait for room, if there is none."""
+        """Has calls wait until `release` finds room for them."""
         for call in calls:
             self._held.join(call)
 
     def look_again(self) -> None:
-        """There may be room, although no answer has come."""
+        """Notes that there may be room, although no answer has come."""
         if self._held:
             self.wakeup = 0.0
 
     def forget_server(self) -> None:
-        """The next stream may lead to another server, or to one that has started again."""
+        """Forgets what is known of the server: the next stream may lead to another, or to one that was restarted."""
         self._window.forget()
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Removes all."""
         self._held.clear()
         self._later.clear()
         self._failed.clear()
 
 
 def _is_for_all(error: AttnServeError) -> bool:
-    """Whether a server that refused a call so may have refused any."""
+    """Whether the server may refuse calls of any size for the same reason."""
     return not (isinstance(error, OverloadedError) and error.bound in _BY_SIZE)

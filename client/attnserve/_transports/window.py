@@ -1,12 +1,18 @@
 """How many calls a full server has room for: how many a stream may have unanswered, learnt from refusals and answers.
 
 In: refusals, answers, how many calls are unanswered. Out: how many more may be sent, and whether a call can be answered
-in its time at all. Until a server refuses a call there is no bound. A refusal sets it to the number of calls that the
-server did take; each answer while others wait raises it a little, so that more room is found, at the price of a few
-refusals: by half as much each time that what was sent beyond it has been refused, until it is not. (TCP's congestion
-window, with slow start and additive increase: Jacobson 1988, Chiu and Jain 1989.) Where no answer comes, one more call
-is sent as a probe when the server should have room, and later each time it has none: what it has may take long. If it
-has none of the stream's calls and refuses too many in a row, nothing waits for it any more. No I/O, no clock.
+in its time at all. No I/O, no clock.
+
+- Until a server refuses a call, there is no bound.
+- A refusal sets the bound to the number of calls that the server did take.
+- Each answer, while other calls wait, raises the bound a little. That finds more room, at the price of a few refusals.
+  Each time that calls sent beyond the bound are refused, it grows by half as much from then on; once such calls are
+  taken, it grows as before.
+- If no answer comes, one more call is sent as a probe when the server should have room. After each probe that is
+  refused, the next one waits longer: what the server computes may take long.
+- If the server has none of the stream's calls and refuses too many in a row, nothing waits for it any more.
+
+This is TCP's congestion window, with slow start and additive increase (Jacobson 1988, Chiu and Jain 1989).
 """
 
 from __future__ import annotations
@@ -21,18 +27,19 @@ FORGOTTEN_AFTER: Final = 10.0
 """A bound is forgotten when so many seconds have passed without a refusal, and nothing waits."""
 
 GROWTH: Final = 1 / 32
-"""The least by which an answer raises the bound: a wide one, of small calls, would hardly grow by one in a whole round.
+"""The least by which an answer raises the bound. Without it, a wide bound would grow by one only after as many answers.
 """
 
 MOST_CAUTION: Final = 3
-"""How often the growth is halved at most, as calls beyond the bound are refused one after the other."""
+"""How often the growth is halved at most, while calls beyond the bound are refused again and again."""
 
 PROVEN: Final = 1.25
-"""Once grown by so much, the bound was too low: a call was sent beyond it, and would have been refused by now."""
+"""Once the bound has grown by so much, it was too low: a call sent beyond it would have been refused by now."""
 
 LEAST_PAUSE: Final = 0.1
 """How many seconds without an answer to wait at least before a call is sent beyond the bound."""
 MOST_DOUBLINGS: Final = 5
+"""How often the pause before a probe is doubled at most, as one probe after the other is refused."""
 
 SERVED_WITHIN: Final = 5.0
 """So many seconds of a call's time, or half of it if that is less, are for the server, not to wait in the client."""
@@ -46,8 +53,8 @@ _FEWEST: Final = 1e-9
 
 
 class Speed:
-    """How fast a server answers, from answers in the time in which calls wait: in other times it shows how many were
-    made.
+    """How fast a server answers. Only answers while calls wait count: at other times their number shows how many calls
+    were made, not how many the server can answer.
     """
 
     __slots__ = ("_answers", "_at", "_known", "_learnt", "_seconds")
@@ -75,7 +82,7 @@ class Speed:
             self._age(now)
             self._answers += calls
             self._known = True
-        else:  # since when they were computed is not known: what follows is counted from now on
+        else:  # it is not known how long these took: counting begins now
             self.begin(now)
         self._learnt = True
 
@@ -119,17 +126,21 @@ class Window:
     def forget(self) -> None:
         """Starts anew, without a bound: the server may be another."""
         self._limit = self._bound = inf
+        """`_limit`: how many calls may be unanswered. `_bound`: the same as it was set by the last refusal, from which
+        it grows.
+        """
         self._caution = 0
-        """How often in a row the server has refused what was sent beyond `_bound`, what it had at the last refusal."""
+        """How often in a row the server has refused calls that were sent beyond `_bound`."""
         self.probe_at = 0.0
-        """When one more call is sent, whatever the bound, if none is answered till then."""
+        """When a probe is sent, whatever the bound, if no call is answered before."""
         self._probing = True
-        """Whether that call has been sent, and the server's next refusal is the answer to it."""
+        """Whether the probe has been sent, so that the server's next refusal is the answer to it."""
         self._in_a_row = 0
-        """How many such calls have been refused, one after the other."""
+        """How many probes have been refused, one after the other."""
         self._shut = False
         """Whether the server had none of the calls when it refused the last, and has answered none since."""
         self._starting = False
+        """Whether the server had none of the calls at the last refusal: then each answer raises the bound by one."""
         self._refusal: OverloadedError | None = None
         self._refused_at = 0.0
         self.speed = Speed()
@@ -145,25 +156,28 @@ class Window:
         return self._shut and self._in_a_row > self._retries
 
     def refused(self, error: OverloadedError, unanswered: int, pause: float, now: float) -> None:
-        """Notes that the server had no room for a call, which waits for so long, while it had so many others."""
+        """Notes that the server had no room for a call, while it had `unanswered` others; the call waits for `pause`
+        seconds.
+        """
         told = error.retry_delay or 0.0
-        if self._probing:  # not of every call in a message
+        if self._probing:  # the first refusal; others, of calls in the same message, may follow
             self.probe_at = now + max(pause, told * 2.0 ** min(self._in_a_row, MOST_DOUBLINGS))
             self._probing = False
             self._in_a_row += 1
         if unanswered:
-            # Half of what waits should be computed after the delay, so all of it, and this stream's share, after twice.
+            # After the delay, half of what waits should be computed. So all of it, this stream's share included, should
+            # be after twice the delay.
             self.speed.told(unanswered, 2 * max(told, 0.005), now)
         self._refusal = OverloadedError(str(error), code=error.code, details=error.details)  # without frames
         self._refused_at = now
-        if self._limit > self._bound:  # not of every call in a message
+        if self._limit > self._bound:  # likewise: from the second refusal on, they are equal
             self._caution = min(self._caution + 1, MOST_CAUTION) if unanswered <= self._bound else 0
         self._limit = self._bound = max(1.0, unanswered)
         self._shut = self._starting = not unanswered
 
     def answered(self, calls: int, waiting: int, now: float, *, taken: bool) -> None:
-        """Notes that calls have been answered while so many wait to be sent. If the connection has not `taken` what the
-        bound allows, more of it would find no more room: the server reads slowly, instead of refusing.
+        """Notes that calls have been answered while so many wait to be sent. If the connection has not `taken` all that
+        the bound allows, the server reads slowly instead of refusing, and the bound does not grow.
         """
         if self._refusal is None or not calls:
             return
@@ -179,11 +193,11 @@ class Window:
                 self._limit += calls * growth
 
     def room(self, unanswered: int) -> float:
-        """How many more calls may be sent; the one that is sent at `probe_at` comes on top."""
+        """How many more calls may be sent, not counting the probe at `probe_at`."""
         return 0 if self._shut else self._limit - unanswered
 
     def probed(self, now: float) -> None:
-        """Notes that a call is sent now, if need be beyond the bound."""
+        """Notes that a probe is sent now."""
         self._probing = True
         self.probe_at = now + LONGEST
 
@@ -192,8 +206,8 @@ class Window:
         return now - self._refused_at > FORGOTTEN_AFTER
 
     def hopeless(self, ahead: int, now: float, deadline: float) -> OverloadedError | None:
-        """The error for a call with so many ahead of it, if these take too much of its time, as far as is known, or if
-        the server has been given up.
+        """The error for a call with so many ahead of it, if these should take too much of its time, or if the server
+        has been given up; None for neither, as far as is known.
         """
         if self._refusal is None:
             return None
