@@ -1,9 +1,11 @@
-"""The creation of a cache whose caller may never get it: it was given up, or timed out, or the connection broke once
-too often. Such a cache would stay until its lease ends, if it has one, and nobody would know its name.
+"""The creation of a cache, such that none is left behind if the caller does not get it.
+
+A creation may be given up, time out, or lose its connection once too often, and the server may have made the cache all
+the same. That would stay until its lease ends, or for ever if it has none, and nobody would know its name.
 
 In: the request of a creation or a fork, the servers that there are, how each attempt ended. Out: which server to ask
-next, and after how long; at the end, requests to those that may have made the cache to delete it, and not to make it
-later. No I/O: the clients send them, and wait for none.
+next, and after how long; at the end, a request to each server that may have made the cache, to delete it, or not to
+make it if the creation arrives later. No I/O: the clients send these requests, and do not wait for the replies.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ _REFUSALS: Final = (
     OverloadedError,
     PermissionDeniedError,
 )
-"""A server that answers with one of these has made nothing, except perhaps at an earlier attempt: it may refuse before
-it checks for that."""
+"""A server that answers with one of these has made nothing in this attempt. It may have in an earlier one, since it may
+refuse before it looks for that.
+"""
 
 
 def _until_room(error: OverloadedError | UnavailableError) -> float:
@@ -63,7 +66,7 @@ class _Failure(NamedTuple):
     at: float
     attempts: int
     was_sent: bool
-    """False if the retry budget did not allow the last attempt, which then ends with the refusal before it."""
+    """False if the retry budget did not allow the last attempt: its error is then the refusal before it."""
 
 
 class Making:
@@ -91,9 +94,10 @@ class Making:
         """The refusal that the last attempt followed, with which it ends if it is not allowed (`Again.refusal`)."""
 
     def attempts(self, servers: Iterable[str], policy: RetryPolicy, timeout: float | None) -> Iterator[Attempt]:
-        """What to try until one succeeds: first each of the servers, since another may have room now; then the one that
-        has room soonest, or is to be asked again soonest. The policy's number of retries bounds those of all full
-        servers together, and those of each that is out of reach. Each is given `timeout` seconds in all.
+        """What to try until an attempt succeeds. First each server once, since another may have room now. Then, again
+        and again, the one to be asked soonest, of those that were full or out of reach. The policy's number of retries
+        bounds the retries at all full servers together, and those at each server that is out of reach. Each server has
+        `timeout` seconds in all.
         """
         deadlines: dict[str | None, float] = {}
         for address in servers:

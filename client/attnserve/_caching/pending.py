@@ -1,7 +1,8 @@
 """A cache that is not there yet: to be awaited, or entered at once with `async with`.
 
-In: a coroutine that returns a cache. Out: a coroutine still, for `await`, tasks and `gather`, which is also the context
-manager that its result is, so that ``async with client.create_cache(8, 64) as cache`` needs no `await`.
+In: a coroutine that returns a cache. Out: still a coroutine, for `await`, tasks and `gather`. Beside that, it is an
+asynchronous context manager, as the cache is, so that ``async with client.create_cache(8, 64) as cache`` needs no
+`await`.
 """
 
 from __future__ import annotations

@@ -4,20 +4,22 @@ the same plans (`transaction`).
 In: caches, and arguments as the caller passed them. Out: a `Plan`, whose steps are a generator: it yields requests, is
 sent their results or thrown their errors, and returns what the caller gets.
 
-**Nothing is appended twice, and nothing acknowledged is lost.** Every append, truncation and attention states how many
-tokens the SDK expects a cache to have, unless it only reads one that another client writes, and one that appends or
-truncates has an id. If the connection breaks, the transports send the request again; if the first attempt had run, the
-second gets FAILED_PRECONDITION, and the server recognises its id. Then
+**Nothing is appended twice, and nothing acknowledged is lost.** A request states how many tokens the SDK expects each
+cache to have, unless it only reads a cache that another client writes. A request that appends or truncates also has an
+id. If the connection breaks, the transports send the request again. If the first attempt had run, the second gets
+FAILED_PRECONDITION, since the length has changed, and the error says that the server recognises the id. Then
 
-- an append or a truncation has succeeded,
-- an attention is requested again without keys and values: the result is the same, since positions count from the end,
-- a layer, which alone can make its keys and values, is applied again to caches that are truncated to where they were;
-- but where another writer has appended since, neither can be done, and the caller gets the error that says `appended`
-  (or, if some of several caches have been truncated by then, that of the one that could not be).
+- an append or a truncation has succeeded;
+- an attention is requested again without keys and values: the result is the same, since positions count from the end;
+- a layer is applied again, after the caches are truncated to where they were: only the layer can make its keys and
+  values.
 
-All other failures are for the caller to see: a length alone may be due to another writer, or to an operation that was
-given up but ran all the same. The lengths that the SDK knows change on success only: a caller who repeats an operation
-that failed but did run is refused, and nothing is appended twice.
+The last two cannot be done if another writer has appended meanwhile. The caller then gets the error that says
+`appended`; or, if some of several caches have been truncated by then, the error of the one that could not be.
+
+All other failures are for the caller to see. In particular, another length without that id proves nothing: it may be
+due to another writer, or to an operation that was given up but ran all the same. The SDK takes over new lengths on
+success only: if a caller repeats an operation that failed but did run, it is refused, and nothing is appended twice.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
     before = [state.tokens[0] for state in states]
     _write(states)
     _refer(call, states, 0, before)
-    while True:  # every time it runs, its reply may be lost
+    while True:  # each time that it runs, its reply may be lost
         try:
             result: LayerResult[T] = yield call
             break
@@ -196,9 +198,9 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
             if found > length:
                 try:
                     yield from _cut(state, length, found)
-                except FailedPreconditionError as longer:  # another writer's is behind ours
+                except FailedPreconditionError as longer:  # another writer has appended behind us
                     raise appended or longer from None
-                appended = None  # from here on it is there no longer
+                appended = None  # what was appended is no longer in all caches, so `error` is not true any more
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result
@@ -267,8 +269,8 @@ def one_or_many(cache: Handle | None, caches: Handles | None) -> Handles | None:
 
 
 def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
-    """The caches: at least one, each only once, all of this client and on one server, and in an order, which is that of
-    the sequences; else InvalidRequestError.
+    """The states of the caches, in the order of the sequences. InvalidRequestError if there are none, if they have no
+    order, if one is there twice, or if not all are of this client and on one server.
     """
     if isinstance(caches, Handle) and caches._state.turns is turns:
         return (caches._state,)

@@ -1,9 +1,13 @@
 """One operation on caches, from its place in the queue to its result: it waits for its turn, then takes its steps one
 after the other.
 
-In: a `Plan`. Out: its result, or the error. A `Transaction` is for callers with a future: whatever brings a reply takes
-the next step. `perform` is for a thread that waits for the result: it takes the steps itself, so that no other thread
-has to be woken. The clients provide a way to send a request and get the reply, or a future of it.
+In: a `Plan`. Out: its result, or the error. There are two ways to carry out a plan:
+
+- A `Transaction` is for callers who get a future. The thread that brings a reply takes the next step.
+- `perform` is for a thread that waits for the result. That thread takes the steps itself, so that no other has to be
+  woken.
+
+The clients provide a way to send a request and get the reply, or a future of it.
 """
 
 from __future__ import annotations
@@ -54,9 +58,13 @@ class Transaction(Turn, Generic[T]):
         self._settle: Final = settle
         self._lock: Final = threading.Lock()
         self._answer: AnyFuture | None = None
+        """The future of the request that is in flight."""
         self._beginner: int | None = None
+        """The thread that is in `begin`."""
         self._begun = False
+        """Whether the first step has been taken."""
         self._over = False
+        """Whether the operation has ended, or was given up; nothing else may end it then."""
 
     def begin(self) -> None:
         """Enters the queues of its caches."""
@@ -64,7 +72,7 @@ class Transaction(Turn, Generic[T]):
             self._beginner = threading.get_ident()
             self._turns.take(self)
             self._beginner = None
-        except BaseException:  # what a signal handler raises: nobody gets the future
+        except BaseException:  # an interrupt: nobody gets the future
             self.cancel()
             raise
 
@@ -81,14 +89,16 @@ class Transaction(Turn, Generic[T]):
         return True
 
     def start(self) -> Callable[[], None] | None:
-        """Takes the first step. Returns what ends the operation, if there is no other."""
+        """Takes the first step. Returns what ends the operation, if there is no other step. Called again, it ends the
+        operation, unless that has its request in flight or is over.
+        """
         if not self._begun:
             return self._take_step(partial(next, self._steps))
         with self._lock:
             if self._over or self._answer is not None:
                 return None
             self._over = True
-        # A signal handler's exception, meant for other code, has ended the first step.
+        # An interrupt, meant for other code, has ended the first step.
         return partial(self._end, CancelledError())
 
     def expire(self) -> None:
@@ -100,7 +110,7 @@ class Transaction(Turn, Generic[T]):
         self._end(no_reply(self._timeout))
 
     def _answered(self, answer: Any) -> None:
-        if answer.cancelled():  # `cancel` did it
+        if answer.cancelled():  # by `cancel`, which ends the operation
             return
         error = answer.exception()
         end = self._take_step(
@@ -110,7 +120,9 @@ class Transaction(Turn, Generic[T]):
             end()
 
     def _take_step(self, resume: Callable[[], Request]) -> Callable[[], None] | None:
-        """Resumes the plan, up to its next request or its end, and returns what then ends the operation."""
+        """Resumes the plan, up to its next request, which is sent, or to its end. Returns what ends the operation; None
+        if it goes on, or is over already.
+        """
         answer: AnyFuture | None = None
         outcome: Any = None
         with self._lock:
@@ -124,7 +136,7 @@ class Transaction(Turn, Generic[T]):
                 outcome = end.value
             except Exception as error:
                 if self._beginner == threading.get_ident() and not isinstance(error, AttnServeError):
-                    raise  # it may be what a signal handler raises, for the caller
+                    raise  # it may be an interrupt, which is for the caller
                 outcome = error.with_traceback(None)  # it would keep this frame alive, and all that it holds
             self._answer = answer  # and drop the previous one, whose callback refers to this object
             self._over = answer is None
@@ -144,6 +156,7 @@ class _Place(Turn):
     def __init__(self, plan: Plan[Any]) -> None:
         super().__init__([cache.line for cache in plan.caches], plan.alone, _deadline(plan))
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True when the turn has come, False when its deadline has passed."""
 
     def start(self) -> None:
         """Lets the thread begin."""
@@ -161,7 +174,7 @@ class _Place(Turn):
             patience = min(max(0.0, left), threading.TIMEOUT_MAX)
         try:
             return self._news.get(timeout=patience)
-        except queue.Empty:  # nothing has made it expire
+        except queue.Empty:  # the timer that should have made it expire has not run
             return False
 
 
@@ -184,9 +197,9 @@ def perform(turns: Turns, plan: Plan[T], ask: Callable[[Request, float | None], 
         result: T = end.value
         return result
     finally:
-        try:  # nothing may come before this: a signal handler may raise after any call
+        try:  # nothing may come before this: an interrupt may come after any call
             turns.leave(place)
-        except BaseException:  # a signal handler's, perhaps before `leave` began; repeating it is safe
+        except BaseException:  # an interrupt, perhaps before `leave` began; repeating that is safe
             turns.leave(place)
             raise
         finally:

@@ -4,6 +4,9 @@ In: turns, each for one or more caches. Out: a call of a turn's `start` when its
 deadline passes first. No I/O, and no clock but `time.monotonic` and `later`, which each client provides.
 
 A turn enters the lines of all its caches at once, so that two operations on the same caches cannot deadlock.
+
+An *interrupt*, here and in `transaction`, is an exception that a signal handler raises. It may come after any step, but
+in the main thread only (see `_interrupts`); another thread can complete what it ends.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ class CacheLine:
         """Whether a turn in this line may use the cache."""
         if len(self._turns) > 1 and turn is self._turns[-1] and not turn.alone:
             last = self._turns[-2]
-            if last.called and not last.alone:  # readers run side by side, however many there are
+            if last.called and not last.alone:  # a reader behind a reader: no need to look at the whole front
                 return True
         return turn in self.front()
 
     def followers(self, turn: Turn) -> list[Turn]:
-        """The turns that may use the cache now that `turn` has left, and are not called yet. If it was a reader, at
-        most the first in line: readers do not wait for it, here.
+        """The turns that may use the cache now that `turn` has left, and have not been called yet. If it was a reader,
+        that is at most the first in line: no other reader waited for it in this line.
         """
         return [each for each in self.front(None if turn.alone else 1) if not each.called]
 
@@ -93,8 +96,8 @@ class Turn(ABC):
 
     @abstractmethod
     def start(self) -> Callable[[], object] | None:
-        """Called when the turn comes, from any thread; called again if an interrupt ended the first call. Returns what
-        may take its time, to be called next; also again, if an interrupt ended that.
+        """Called when the turn comes, from any thread. Returns a function for what is left to do and may take its time,
+        to be called next, or None. Both are called again if an interrupt ended them.
         """
 
     @abstractmethod
@@ -110,10 +113,14 @@ class Turns:
         self._later = later
         self._lock = threading.Lock()
         self._waiting: set[Turn] = set()
+        """The turns that wait and have a deadline."""
         self._ready: deque[Turn] = deque()
+        """The turns that have been called, to be started in this order."""
         self._starter: int | None = None
+        """The thread that starts them, if one does; it also starts those that become ready meanwhile."""
         self._timer: Timer | None = None
         self._due = inf
+        """When the timer calls `_expire`."""
 
     def take(self, turn: Turn) -> None:
         """Enters a turn, which starts at once if it need not wait. If an interrupt ends this, `leave` must still be
@@ -130,11 +137,11 @@ class Turns:
             rest()
 
     def leave(self, turn: Turn) -> None:
-        """Ends a turn, begun or not, and starts those that waited for nothing else."""
+        """Ends a turn, whether it has begun or not, and starts the turns that waited only for it."""
         turn.left = True
         try:
             self._call_followers(turn)
-        except BaseException:  # an interrupt: another thread, which gets none, completes this
+        except BaseException:  # an interrupt: another thread completes this
             with self._lock:
                 if self._starter == threading.get_ident():
                     self._starter = None
@@ -142,7 +149,7 @@ class Turns:
             raise
 
     def _call_followers(self, turn: Turn) -> None:
-        """Starts the turns that waited for one that has left. Safe to repeat: steps already done are not done again."""
+        """Starts the turns that waited for one that has left. Safe to repeat: what is done is not done again."""
         with self._lock:
             for line in turn.lines:
                 line.leave(turn)
@@ -163,7 +170,7 @@ class Turns:
         while (ready := self._next_ready()) is not None:
             rest = None
             try:
-                with DelayedInterrupt():  # what a handler raises is for who leaves, no reason for others not to begin
+                with DelayedInterrupt():  # an interrupt is for the turn that leaves: others begin all the same
                     if not ready.left:
                         rest = ready.start()
                     self._ready.popleft()
@@ -186,7 +193,7 @@ class Turns:
             return None
 
     def _watch(self, deadline: float) -> None:
-        """Schedules `_expire` at a deadline, unless it is due earlier. The lock must be held."""
+        """Schedules `_expire` at a deadline, unless it is scheduled earlier. The lock must be held."""
         if deadline < self._due:
             # This may raise: then the old timer stays.
             timer = self._later(max(0.0, deadline - time.monotonic()), self._expire)
@@ -204,9 +211,9 @@ class Turns:
             now = time.monotonic()
             expired = [turn for turn in self._waiting if turn.deadline <= now]
             self._waiting.difference_update(expired)
-            self._unwatch()  # a timer that was too late to be cancelled may call this, and there is another one
+            self._unwatch()  # the timer may be another: one that is cancelled too late still calls this
             if self._waiting:
-                with suppress(RuntimeError):  # there is no thread: who comes next watches for all
+                with suppress(RuntimeError):  # no thread can be started: the next turn that waits sets a timer
                     self._watch(min(turn.deadline for turn in self._waiting))
         for turn in expired:
             turn.expire()
