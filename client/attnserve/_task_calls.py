@@ -183,8 +183,8 @@ class Calls:
         given: float | None = None,
         parent: Context | None = None,
     ) -> asyncio.Future[T]:
-        """Sends a plain RPC, which is given up after `timeout` seconds: what is left of those `given`, if any. With
-        `again`, it is sent once: the caller decides on retries.
+        """Sends a plain RPC, which is given up after `timeout` seconds. If these are what is left of more, `given` is
+        how many there were, for errors to name. With `again`, it is sent once: the caller decides on retries.
         """
         self._process.enter()
         find, seconds = self._find_for(home), self.seconds(timeout)
@@ -220,7 +220,7 @@ class Calls:
         raise making.failure
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
-        """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
+        """Sends an RPC whose answer nobody waits for; only `close` does, for a moment."""
         try:
             future = self.ask(rpc, TELLING_SECONDS, home)
         except ClientClosedError:
@@ -247,7 +247,7 @@ class Calls:
     def _send_request(
         self, parent: Context | None, home: str | None, given: float | None, request: Request, timeout: float | None
     ) -> asyncio.Future[Any]:
-        """Sends one step of an operation, for all of which so many seconds were given."""
+        """Sends one step of an operation. `given` is how many seconds all its steps have together."""
         if isinstance(request, Rpc):
             return self.ask(request, timeout, home, given=given, parent=parent)
         request.timeout, request.given = timeout, given

@@ -150,8 +150,9 @@ class Calls:
         again: Again | None = None,
         given: float | None = None,
     ) -> T:
-        """Sends a plain RPC and returns its answer, within `timeout` seconds: what is left of those `given`, if any.
-        With `again`, it is sent once: the caller decides on retries.
+        """Sends a plain RPC and returns its answer, within `timeout` seconds. If these are what is left of more,
+        `given` is how many there were, for errors to name. With `again`, it is sent once: the caller decides on
+        retries.
         """
         return wait(self._send_rpc(rpc, self.seconds(timeout), None, home, again, given), given)
 
@@ -174,7 +175,7 @@ class Calls:
         raise making.failure
 
     def tell(self, rpc: Rpc[Any, Any], home: str | None) -> None:
-        """Sends an RPC whose answer nobody waits for, except that `close` does for a moment."""
+        """Sends an RPC whose answer nobody waits for; only `close` does, for a moment."""
         try:
             future = self._send_rpc(rpc, TELLING_SECONDS, None, home)
         except ClientClosedError:
@@ -228,7 +229,7 @@ class Calls:
     def _send_request(
         self, parent: Context | None, home: str | None, given: float | None, request: Request, timeout: float | None
     ) -> CallFuture[Any, Any]:
-        """Sends one step of an operation, for all of which so many seconds were given."""
+        """Sends one step of an operation. `given` is how many seconds all its steps have together."""
         if isinstance(request, Rpc):
             return self._send_rpc(request, timeout, parent, home, given=given)
         request.timeout, request.given = timeout, given
@@ -242,9 +243,9 @@ def _give_up(transaction: Transaction[Any], *, waits: bool) -> bool:
 
 
 def wait(future: Future[T], given: float | None = None) -> T:
-    """The result of a future; its call is given up if a signal handler ends the wait. DeadlineExceededError if there is
-    nothing a while after its timeout, what is left of the seconds `given`, if any: whatever was to say so no longer
-    runs, and must not be waited for, either.
+    """Waits for the result of a future. If a signal handler ends the wait, the call is given up. DeadlineExceededError
+    if there is no outcome a while after the timeout (`GRACE_SECONDS`): then the thread that should have brought one
+    does not run any more. `given` is the timeout for the error to name, if that of the future is what was left of it.
     """
     assert isinstance(future, CallFuture)  # all that a client gives to its callers are
     timeout = future.timeout

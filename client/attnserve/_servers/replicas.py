@@ -1,10 +1,14 @@
 """Several equivalent servers: which one a call goes to.
 
-In: the current addresses, and the successes and failures of each server. Out: the connection for the next call: that
-with the fewest calls in flight, in turn if several have equally few; a server that has just failed rests, and one that
-has just refused a call gets none until it should have room, while there is another; one whose pool was full gets new
-caches only if there is no other. Calls on a cache go to the server that holds it. Connections are opened and closed by
-their owner: no I/O here, but a lock.
+In: the current addresses, and the successes and failures of each server. Out: the connection for the next call.
+
+- A call goes to the server with the fewest calls in flight; if several have equally few, they take turns.
+- While there is another, a server that has just failed gets no calls: it rests. Nor does one that has just refused a
+  call, until it should have room.
+- A server whose pool was full gets new caches only if there is no other.
+- A call on a cache goes to the server that holds the cache.
+
+No I/O, but a lock: the owner provides the functions that open and close connections.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ LONGEST_REST: Final = 30.0
 """How long a server that failed is left alone, in seconds: twice as long every time, from the first to the longest."""
 
 FORGET_AFTER: Final = 60.0
-"""How long, in seconds, the unused connection to a server that is not listed is kept, as it may hold caches. One that
-was replaced by a new one is kept as long, for callers that have just been given it.
+"""For how many seconds an unused connection is kept once its server is no longer listed: the server may hold caches. A
+connection that was replaced by a new one is kept as long, for callers who have just been given it.
 """
 
 
@@ -48,20 +52,22 @@ class Replica:
         self.address: Final = address
         self._look = look_up
         self._failures = 0
+        """How many rests it has begun since it last answered; each is twice as long as the one before."""
         self._failed_at = 0.0
         self._leaves_until = 0.0
+        """Until when it is left alone because it asked for that."""
         self._was_silent = False
-        """Whether the last failure was that it said nothing: it may not be away, but slow for a moment."""
+        """Whether its last failure was silence: it may be there, and only slow for a moment."""
         self.heard = 0.0
-        """When a call on it last ended, in seconds of `time.monotonic`, as far as was noted."""
+        """When the last call to it ended, in seconds of `time.monotonic`, as far as that was noted."""
         self.rests_until = 0.0
         """Until when other servers are preferred, in seconds of `time.monotonic`."""
         self.room: Final = Room()
-        """What it says of its room. Servers that may have some are preferred, unless they rest: a full one answers
-        refusals so fast that it would seem to be the least busy.
+        """What it says of its room. Of the servers that do not rest, those that may have room are preferred: a full one
+        refuses calls so fast that it would seem to be the least busy.
         """
         self.used = 0
-        """The number of its last call."""
+        """The number of the last call that it was chosen for; numbers grow from call to call."""
 
     def failed(self, now: float) -> None:
         """Notes that the server is unreachable, or takes no calls."""
@@ -84,17 +90,17 @@ class Replica:
         self._look()
 
     def was_silent(self, now: float, begin: float) -> None:
-        """Notes that a call sent after `begin` has had no reply in its time. If the server has not said anything else
-        since, it may hang.
+        """Notes that a call that began at `begin` has had no reply in its time. If the server has answered nothing else
+        since then, it may hang, and rests.
         """
         if self.heard < begin:
             self._was_silent = self._was_silent or now >= self.rests_until
             self._begin_rest(now)
 
     def rest(self, now: float) -> int:
-        """How much others are preferred: 0 if not at all, 1 because it said nothing, 2 because it failed otherwise or
-        asks to leave. One that is out of reach fails so fast that it would always seem to be the least busy of those
-        that rest.
+        """How much others are preferred: 0 if not at all, 1 because it was silent, 2 because it failed otherwise or
+        asks to be left alone. There are two degrees of rest because a server that is out of reach fails so fast that,
+        among those that rest, it would always seem to be the least busy.
         """
         if self.rests_until <= now:
             return 0
@@ -107,8 +113,8 @@ class Replica:
 
     def worked(self, now: float, begin: float) -> None:
         """Notes that the server has answered on a stream, or to a unary call, that began at `begin`. If that was after
-        its last failure, or that was silence, it is there again and rests no longer; otherwise, while it rests, this is
-        a reply that was still on its way.
+        its last failure, or if the failure was silence, it is there again and rests no longer. Otherwise, while it
+        rests, this changes nothing: the reply may have been on its way already when the server failed.
         """
         self.heard = now
         if self._failures and (self._was_silent or begin > self._failed_at or now >= self.rests_until):
@@ -179,9 +185,8 @@ class Replicas(Generic[C]):
         )
 
     def excess(self, connection: C, now: float) -> int:
-        """How many calls of a connection would be answered sooner by others, as far as is known: half of what it has
-        more in flight than the least busy of those that neither rest, nor have failed and not answered since, nor are
-        full.
+        """How many calls of a connection other servers would answer sooner, as far as is known: half of the calls that
+        it has more in flight than the least busy server that should answer.
         """
         free = [other.in_flight for other in self._rotation if _should_answer(other, now)]
         return max(0, connection.in_flight - min(free)) // 2 if free else 0
@@ -252,8 +257,8 @@ class Replicas(Generic[C]):
         return forgotten
 
     def choose(self, now: float, avoid: str | None) -> C:
-        """The connection for a call that any server can answer: not that at `avoid`, unless there is no other, or it
-        is the only one that does not rest. There must be one.
+        """The connection for a call that any server can answer. It is not the one at `avoid`, unless that is the only
+        one, or the only one that does not rest. There must be at least one.
         """
         with self._lock:
             chosen = min(self._rotation, key=lambda connection: self._preference(connection, now, avoid))
@@ -298,8 +303,9 @@ class Replicas(Generic[C]):
 
     @staticmethod
     def _preference(connection: C, now: float, avoid: str | None = None) -> tuple[int, bool, bool, bool, int, int]:
-        """The least is preferred. New calls find out whether servers that failed are there again; a call that has
-        itself failed at one (`avoid`) goes to one that is known to answer.
+        """The connection with the least of these is preferred. A server that has failed, and has not answered since,
+        may get a new call, which finds out whether it is there again. A call that has failed itself (at `avoid`) rather
+        goes to a server that is known to answer.
         """
         replica = connection.replica
         return (
@@ -313,7 +319,9 @@ class Replicas(Generic[C]):
 
     @staticmethod
     def _preference_for_cache(connection: C, now: float) -> tuple[object, ...]:
-        """The same for a new cache: a server whose pool is full would make one, and refuse what is appended to it."""
+        """The same for a new cache. A server whose pool is full comes last of those that rest as much: it would make a
+        cache, and refuse what is appended to it.
+        """
         rests, *others = Replicas._preference(connection, now)
         return rests, connection.replica.room.pool_until > now, *others
 

@@ -1,9 +1,8 @@
-"""Whether a server that had no room for a call has some again: until then it need not be asked, by as many calls as
-may come.
+"""Until when a server that had no room for a call need not be asked again, however many calls come.
 
-In: the errors of refused calls, which say after how many seconds there should be room (half of what waits is computed
-by then, so that a server does not run out of work meanwhile). Out: when there should be, and what the server would say
-to a call until then. No I/O, no clock.
+In: the errors of refused calls. They say after how many seconds there should be room: when half of what waits is
+computed, so that the server does not run out of work. Out: when there should be room, and what the server would say to
+a call until then. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Room:
         self.until = 0.0
         """Until when the server should have none, in seconds of `time.monotonic`."""
         self.pool_until = 0.0
-        """The same of its pool, for what caches hold. Others are preferred for new caches until then."""
+        """Until when its pool of caches should have no room: other servers are preferred for new caches."""
         self._refusal: tuple[float, float, float, OverloadedError] | None = None
         """The last refusal that holds for other calls: from when until when, from how many bytes on, and the error."""
 
     def refused(self, now: float, error: AttnServeError | None, size: int | None) -> None:
-        """Notes the error that a call of so many bytes ended with, whatever it is; None if they are unknown."""
+        """Notes the error that a call ended with, whatever it is. `size` is its length in bytes; None if unknown."""
         if isinstance(error, OverloadedError) and error.bound == "cache_bytes":
             self.pool_until = max(self.pool_until, now + min(error.retry_delay or 0.0, LONGEST))
         delay = room_after(error)
