@@ -15,7 +15,8 @@
     └── ClientClosedError                           the client was closed before the reply came
 
 In: a `google.rpc.Status`, as a stream's reply carries it, or a `grpc.RpcError`. Out: an error of the tree. Codes and
-details decide which; the text of a message only where gRPC itself, which gives no details, finds one too long.
+details decide which. The text of an error decides only if gRPC itself found a message too long, since gRPC gives no
+details.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 _NUMBER: Final = re.compile("0|[1-9][0-9]{0,18}")
-"""As servers write one of less than 64 bits, in decimal: Python refuses to read one of thousands of digits."""
+"""A number as servers write it, of less than 64 bits. Python would refuse to read one of thousands of digits."""
 
 _LONGEST_DELAY: Final = 315_576_000_000.0
 """Seconds: ten thousand years, the maximum of a protobuf Duration, which nothing enforces in what arrives."""
@@ -131,8 +132,9 @@ class FailedPreconditionError(AttnServeError):
 
     @property
     def appended(self) -> bool:
-        """Whether an earlier attempt of this very request was carried out, so that what it appends is there, and would
-        be doubled if it were asked for again. If not, but `resent`, too many may have appended since to tell.
+        """Whether an earlier attempt of this very request was carried out: what it appends is there, and would be
+        doubled if it were asked for again. If this is False but `resent` is True, an earlier attempt may still have
+        been carried out: after many appends by others, the server cannot tell.
         """
         return self._says("appended")
 
@@ -152,8 +154,8 @@ class PermissionDeniedError(AttnServeError, PermissionError):
 
 
 class OverloadedError(AttnServeError):
-    """The server is full, despite all retries that could help, made no sooner than it said. If it answers few
-    calls, most others get this error until then without asking it.
+    """The server is full, despite all retries that could help (none was made sooner than the server said). While the
+    server answers few calls, most new ones get this error without being sent.
     """
 
     _default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -179,7 +181,7 @@ class OverloadedError(AttnServeError):
 
 
 class DeadlineExceededError(AttnServeError, TimeoutError):
-    """The reply did not come within the call's timeout, or could not have, which a server that is busy says at once."""
+    """The reply did not come within the call's timeout. Or it could not have: a busy server says so at once."""
 
     _default_code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -209,8 +211,11 @@ class ProtocolError(AttnServeError):
 
 
 class ClientClosedError(AttnServeError):
-    """The client was closed before the reply came, or before the call was made; or this process is the child of a fork,
-    and the client was used before it, or is an `AsyncClient` and there was one before it; or the interpreter is ending.
+    """The client cannot make or finish the call:
+
+    - it was closed, before the call or before the reply;
+    - it was used before a fork, and this is the child process; or it is an `AsyncClient`, and the parent had any;
+    - the interpreter is ending.
     """
 
     _default_code = grpc.StatusCode.CANCELLED
@@ -280,8 +285,8 @@ def _error(status: Status) -> AttnServeError:
 
 
 def _too_long(message: str, code: grpc.StatusCode) -> InvalidRequestError | None:
-    """The error of a message that is longer than allowed by the server, or by the client's own channel options, or of
-    metadata that are; None if that is not the reason.
+    """The error if a message, or the call's metadata, were longer than the server or the client's own channel options
+    allow; None if that is not the reason.
     """
     if "metadata size exceeds" in message:
         return InvalidRequestError(f"the call's metadata, such as the token, are too long: {message}", code=code)
@@ -318,13 +323,17 @@ def _field(details: list[Message]) -> str | None:
 
 
 def no_reply(timeout: float | None, address: str = "") -> DeadlineExceededError:
-    """The error of a call that was given so many seconds, most of which may have gone before it was sent."""
+    """The error of a call without a reply. `timeout` is what its caller allowed; some of that may have passed before it
+    was sent.
+    """
     whom = f" from {address}" if address else ""
     return DeadlineExceededError(f"no reply{whom}{_within(timeout)}")
 
 
 def no_room(refusal: OverloadedError, timeout: float | None) -> OverloadedError:
-    """The error of a call that was given so many seconds, which a server let pass without room for it, as it said."""
+    """The error of a call for which the server had no room in all the seconds that it was given (`timeout`). `refusal`
+    is what the server said last.
+    """
     return OverloadedError(f"{refusal}; no room{_within(timeout)}", code=refusal.code, details=refusal.details)
 
 

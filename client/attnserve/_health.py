@@ -18,7 +18,7 @@ from attnserve._rpc import Rpc
 _PATH: Final = "/grpc.health.v1.Health/Check"
 _SERVING: Final = 1
 _LONGEST_PAUSE_S: Final = 1.0
-"""Between two questions; the first is a twentieth of that, and each further one half as long again."""
+"""The longest pause between two questions. The first is a twentieth of it, and each further one half as long again."""
 
 
 def _read(status: Int32Value) -> bool:
@@ -46,8 +46,8 @@ class Patience:
         return None if self._deadline == inf else max(0.001, self._deadline - time.monotonic())
 
     def pause(self, failure: UnavailableError | DeadlineExceededError | None) -> float:
-        """How many seconds to wait before asking again, if the server was not ready, or that could not be learnt for a
-        `failure`. Raises DeadlineExceededError if the time is over.
+        """How many seconds to wait before asking again. `failure` says why the server could not be asked; None if it
+        answered that it is not ready. Raises DeadlineExceededError if the time is over.
         """
         left = self._deadline - time.monotonic()
         if left <= 0:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
 _LOAD_TIMEOUT: Final = 600.0
-"""Seconds: gigabytes are read, so that this alone has a default of its own."""
+"""The default timeout of `load`, in seconds. It has one of its own because it may read gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class Layers:
     def load(
         self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
     ) -> tuple[Layer, ...]:
-        """Loads layers, all or none, and returns them by name. One whose name is taken replaces the old one at once.
-        Caches that the old one has appended to stay as they are: `LayerResult.layer_version` tells their callers.
+        """Loads layers, all or none, and returns them by name. If a name is taken, the new layer replaces the old one
+        at once. Caches that the old one has appended to stay as they are; callers notice by
+        `LayerResult.layer_version`.
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
         layers to load, one or several; None, the default, stands for all. `InvalidRequestError` says what is wrong with

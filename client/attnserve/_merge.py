@@ -45,7 +45,7 @@ def merge_attention(
     With m the largest lse of a row and ``w_i = exp(lse_i - m)``: ``output = sum(w_i output_i) / sum(w_i)`` and
     ``lse = m + log(sum(w_i))``, computed in float32 at least. A row that attends nothing in any result gives 0 and
     -inf; one with an lse of +inf or NaN in any gives NaN, as attention over all keys does.
-    Each softmax must have been over its own keys only: pass sinks to at most one of the calls.
+    Sinks must count once: pass them to at most one of the calls.
 
     Raises ValueError if there is nothing to merge, an lse is missing, shapes do not fit, a dtype is not floating, NumPy
     arrays and torch tensors are mixed, or there is no such layout.

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 _NO_NUMBERS: Final = (str, bytes, bytearray, bool, np.bool_)
-"""What `float` itself would read, but is a mistake of its caller, who is better told early: a setting that nobody has
+"""Types that `float` would read, but that are a mistake of the caller, who is better told early: text that nobody has
 converted, or a flag in the place of a number, which Python takes for 0 or 1.
 """
 

@@ -30,7 +30,7 @@ class CallSpan:
 
     def __init__(self, span: Span, carrier: dict[str, str], error_status: Any) -> None:
         self._span = span
-        self._open = [True]  # popped only once, even if a thread or a finalizer intervenes
+        self._open = [True]  # only one `pop` succeeds, even if another thread, or a finalizer, calls `end` meanwhile
         self._carrier = carrier
         self._error_status = error_status
 

@@ -11,10 +11,10 @@ Because a ticket sits where its payload was, protobuf's own rules (the last of a
 given twice are merged, oneofs) choose the right payload. Because a ticket holds the payload's length, equal headers
 mean requests that are equal except for the contents: what is computed from a header can be cached by it.
 
-The bytes are those of stock protobuf, in both directions; unusual input (groups, overlong varints, thousands of fields)
-is left to stock protobuf to accept or refuse. Copies of a payload in one direction, of which stock protobuf with
-`tobytes` makes nine: one when `b"".join` assembles the message, three in gRPC (into a slice, out of a slice, joining
-slices), none here. The receiver's payloads are views of the buffer with no particular alignment.
+The bytes are those of stock protobuf, in both directions. Unusual input (groups, overlong varints, thousands of fields)
+is left to stock protobuf to accept or refuse. In one direction a payload is copied four times: once when `b"".join`
+assembles the message, three times in gRPC (into a slice, out of a slice, joining slices), and never here. Stock
+protobuf with `tobytes` makes nine copies. The receiver's payloads are views of the buffer with no particular alignment.
 
 Callers send the same header again and again. `split` remembers the last ones of each length, and then finds header and
 payloads with a few byte comparisons instead of a walk through the fields.
@@ -44,7 +44,7 @@ from attnserve._fields import (
 from attnserve.v1 import tensor_pb2
 
 _REMEMBERED_HEADERS: Final = 4  # per message type and length
-_REMEMBERED_LENGTH: Final = 1024  # longer ones are not: bounds the memory that callers can fill
+_REMEMBERED_LENGTH: Final = 1024  # longer headers are not remembered, or callers could fill memory with them
 
 MOST_FIELDS: Final = 1 << 18
 """A message with more is refused: each field takes protobuf 60 bytes, and a walk 0.3 us."""
@@ -169,8 +169,8 @@ def find(message_type: type[Message], buffer: Buffer, at: int = 0, end: int | No
 class _Layout:
     """A header seen before, and where its bytes and the payloads were, relative to the start of the message.
 
-    A message of the same type and length with the same bytes in these places has the same header: they include all tags
-    and lengths, so that a walk through its fields would take the same path.
+    Another message of the same type and length, with the same bytes in these places, has the same header: the bytes
+    include all tags and lengths, so that a walk through its fields would take the same path.
     """
 
     __slots__ = ("fixed", "header", "payloads")

@@ -1,9 +1,11 @@
 """`attnserve bench`: how fast a running server answers, measured from the client with the SDK alone.
 
-In: an address, how long, which loads. Out: a table or JSON. Each load runs in a closed loop, each reply followed by the
-next request, and then in open loops, at random times at shares of the closed loop's rate. There, latency counts from
-when a request was due, so that stalls are not hidden. Each loop is measured in several rounds, of which the median is
-told, with the spread. One answer to each load is compared, in its last row, with float64 NumPy.
+In: an address, how long, which loads. Out: a table or JSON.
+
+Each load first runs in a closed loop: each reply is followed by the next request. Then it runs in open loops: requests
+are due at random times, at shares of the closed loop's rate. There, latency counts from when a request was due, so that
+stalls are not hidden. Each loop is measured in several rounds; the result is the median round, with the spread. The
+last row of one answer to each load is compared with float64 NumPy.
 """
 
 from __future__ import annotations
@@ -72,10 +74,12 @@ LOADS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of a load in one loop. `share` is of the closed loop's rate, None if closed, and `in_time` is the
-    share of requests that were answered when no more were due, or within the closed loop's p99 of that.
+    """The results of a load in one loop.
 
-    `queue_s` and `compute_s` are medians of the server's own times, as reported in replies.
+    - `share`: for an open loop, at which share of the closed loop's rate requests were due; None for a closed loop.
+    - `in_time`: for an open loop, the share of the requests that were answered by the time that no more were due, plus
+      the closed loop's p99.
+    - `queue_s` and `compute_s`: medians of the server's own times, as reported in replies.
     """
 
     load: str
@@ -120,7 +124,7 @@ class Failure(NamedTuple):
 
 
 class UnfinishedError(Exception):
-    """Not everything could be measured: why, and the results of what was as data and as text, None if nothing was."""
+    """Not everything could be measured: why not; and the results of what was, as data and as text, None for nothing."""
 
     def __init__(self, failures: Sequence[Failure], results: tuple[Any, str] | None) -> None:
         super().__init__(f"{failures[0].load}: {failures[0].error}")
@@ -129,7 +133,7 @@ class UnfinishedError(Exception):
 
 
 _OF_EVERY_LOAD: Final = (UnavailableError, PermissionDeniedError)
-"""Errors with which the next loads would end, too."""
+"""Errors with which all further loads would end, too."""
 
 
 def run(
@@ -309,8 +313,8 @@ def _closed(name: str, submit: _Submit, seconds: float) -> Measured:
 
 
 def _open(name: str, submit: _Submit, share: float, rate: float, seconds: float, soon: float) -> Measured:
-    """Poisson arrivals at `rate` per second, for `seconds` after a warm-up; waits for all answers. Those that come
-    within `soon` seconds after that are in time.
+    """Poisson arrivals at `rate` per second, for `seconds` after a warm-up; waits for all answers. An answer is in time
+    if it comes at most `soon` seconds after those `seconds` are over.
     """
     gaps = np.random.default_rng(1).exponential(1 / rate, int(rate * seconds * 2) + 100)
     times = np.cumsum(gaps)

@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 TOKEN_VARIABLE: Final = "ATTNSERVE_TOKEN"
 NOT_TLS: Final = "WRONG_VERSION_NUMBER"
-"""OpenSSL's reason, which gRPC's messages have too, where the answer to a TLS handshake is not of TLS."""
+"""OpenSSL's reason, also in the messages of gRPC, if a TLS handshake is answered by something that is not TLS."""
 UNKNOWN_AUTHORITY: Final = "CERTIFICATE_VERIFY_FAILED"
-"""OpenSSL's reason, which they have too, where the server's certificate cannot be verified."""
+"""OpenSSL's reason, likewise, if the server's certificate cannot be verified."""
 ASK_FOR_CA: Final = "; its certificate is of an authority that is not known here, or has expired: --ca FILE"
 ASK_FOR_NAME: Final = "; its certificate has another name: --server-name says which one to accept"
 """The hints where a server's certificate is not accepted."""
@@ -74,8 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up(make: Callable[..., T], parsed: argparse.Namespace, **arguments: Any) -> T:
-    """What `make` makes, such as a client, of the address, and of what the command line and the environment say on TLS
-    and tokens. UsageError if they are invalid.
+    """Has `make` make something that connects, such as a client: from the address, and from what the command line and
+    the environment say about TLS and tokens. UsageError if they are invalid.
     """
     try:
         tls, token = tls_of(parsed, os.environ), token_of(parsed, os.environ)
@@ -115,7 +115,7 @@ def token_of(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Token | 
 
 
 def not_empty(value: str) -> str:
-    """The value of a flag: such as an unset variable in a script, an empty one would leave out what was asked for."""
+    """The value of a flag. An empty one, as from an unset variable in a script, would leave out what was asked for."""
     if not value:
         raise argparse.ArgumentTypeError("expected a value, found an empty one")
     return value

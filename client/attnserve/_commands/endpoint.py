@@ -19,14 +19,14 @@ from attnserve._settings.credentials import TLS, Bearer, Token, is_local
 METRICS_PORT: Final = 8002
 """The port of a server's metrics, unless it is told another."""
 _OTHER_NAMES: Final = (62, 64)
-"""OpenSSL's codes for certificates of other names and other IP addresses: X509_V_ERR_HOSTNAME_MISMATCH and its like."""
+"""OpenSSL's codes for certificates of another name or another IP address (X509_V_ERR_HOSTNAME_MISMATCH and so on)."""
 _SAID: Final = 200
 """How many characters of a refusal are quoted in the error."""
 _OTHER_PORT: Final = f"; metrics are on the HTTP port, by default {METRICS_PORT}"
 """What may be wrong where something else than HTTP answers."""
 _PIECE: Final = 64 * 1024
 _LARGEST: Final = 64 * 1024 * 1024
-"""More bytes than a page of metrics has."""
+"""The most bytes that are read: more than any page of metrics has."""
 
 
 class Endpoint:
@@ -79,12 +79,12 @@ class Endpoint:
             elif self._tls is None and isinstance(error, ConnectionResetError):  # as a server that speaks TLS does
                 hint = "; if it speaks TLS: https://"
             elif self._tls is not None and (isinstance(error, TimeoutError) or _is_no_tls(error)):
-                # To a server of HTTP the handshake is a request without an end, for which it waits a while.
+                # A server of plain HTTP takes the handshake for part of a request, and waits for the rest.
                 hint = "; if it speaks no TLS: http://, and none of the flags and variables for TLS"
             elif isinstance(error, http.client.RemoteDisconnected):
                 hint = _OTHER_PORT
             raise OSError(f"no metrics at {self.url}: {error}{hint}") from None
-        except http.client.HTTPException:  # its text is what was received, perhaps nothing
+        except http.client.HTTPException:  # without its text, which is whatever was received, perhaps nothing
             raise OSError(f"no metrics at {self.url}: what is there does not speak HTTP{_OTHER_PORT}") from None
         if answer.status != http.HTTPStatus.OK:
             said = "".join(each if each.isprintable() else " " for each in text[:_SAID]).strip()
@@ -92,8 +92,8 @@ class Endpoint:
         return text
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
-        """The whole page, within the timeout, which a socket applies to each piece only. OSError if it comes too late,
-        is too long or is cut short.
+        """The whole page. OSError if it comes too late, is too long or is cut short. The timeout is checked here, since
+        a socket applies it to each piece alone.
         """
         page, until = bytearray(), monotonic() + self._timeout
         while piece := answer.read1(_PIECE):

@@ -55,7 +55,7 @@ class Reading:
         )
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples of that name with those labels, whatever other labels they have."""
+        """The sum of the samples that have that name and those labels, and perhaps other labels, too."""
         return sum(
             value
             for (sample, its), value in self.samples.items()

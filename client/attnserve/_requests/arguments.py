@@ -28,32 +28,34 @@ ArrayT = TypeVar("ArrayT")
 """The type of a result's arrays."""
 
 KindT = TypeVar("KindT", default=NDArray[Any])
-"""The same, as methods infer it from the query or the input: a torch tensor, or a NumPy array of any dtype, since not
-all arrays of a result have the same. Numbers in lists give a NumPy array.
+"""The same, as type checkers infer it from the query or the input: a torch tensor; or a NumPy array of any dtype, since
+the arrays of a result may have several. Numbers in lists give a NumPy array.
 """
 
 _KindT_co = TypeVar("_KindT_co", covariant=True)
 
 
 class _Tensor(Protocol[_KindT_co]):
-    """What type checkers know a torch tensor by, so that they need no torch here. A `torch.nn.Parameter` detaches to a
-    plain tensor, which is what comes back.
+    """By this method, type checkers recognise a torch tensor without torch. A `torch.nn.Parameter` detaches to a plain
+    tensor, and that is what a call returns for it.
     """
 
     def detach(self) -> _KindT_co: ...
 
 
 class _NumPy(Protocol[_KindT_co]):
-    """What type checkers know a NumPy array by. Its base is an array of any dtype and shape."""
+    """By this property, type checkers recognise a NumPy array. Its base is an array of any dtype and shape."""
 
     @property
     def base(self) -> _KindT_co | None: ...
 
 
 ArrayOf: TypeAlias = _Tensor[KindT] | _NumPy[KindT] | Sequence[Any] | float
-"""A NumPy array, a torch tensor, or numbers in lists, to which a result with arrays of type `KindT` comes back. No
-alternative fits what another fits, or type checkers would infer nothing; so none is for what NumPy can make an array of
-(`__array__`), which tensors are, too. To type checkers such arrays are none: callers convert them, or say ``Any``.
+"""A NumPy array, a torch tensor, or numbers in lists. The result has arrays of type `KindT`.
+
+Type checkers infer `KindT` only if no value fits two of the alternatives. So there is none for all that NumPy can make
+an array of (`__array__`): tensors would fit it, too. Type checkers refuse such other arrays; callers convert them, or
+declare them as ``Any``.
 """
 
 ArrayLike: TypeAlias = Any
@@ -87,11 +89,11 @@ STAGES: Final[dict[Any, pb.ScoreStage]] = {
 """The values of `return_scores`."""
 
 _KEYWORDS: Final = (int, str, type(None))
-"""What keywords are. Asked before whether a value is a number, which takes three times as long."""
+"""The types of keywords. They are looked for first: to ask whether a value is a number takes three times as long."""
 
 
 class Hint(NamedTuple):
-    """What is said to whoever uses a name that something else has elsewhere."""
+    """What is said to whoever uses the name that an option has in another library."""
 
     text: str
     option: str | None = None
@@ -117,8 +119,8 @@ NAMES_ELSEWHERE: Final = {
     "sliding_window": Hint("'window' is one, (left, right) without the query's own position", "window"),
     "softmax_scale": Hint("'scale' is one", "scale"),
 }
-"""What torch, transformers and others call options, and what is said to whoever uses their names: spelling tells
-little, or misleads.
+"""The names that torch, transformers and others have for options, and what is said to whoever uses them. A guess by
+spelling, as for other unknown names, would find nothing here, or the wrong option.
 """
 
 
@@ -186,7 +188,7 @@ def choice(field: str, choices: dict[Any, Any], value: Any) -> Any:
     """The meaning of a keyword, looked up in `choices`."""
     try:
         if not isinstance(value, _KEYWORDS) and isinstance(value, (Number, np.number)):
-            raise KeyError  # 1.0 would be found where True is one, as is 1, which `flag` takes, too
+            raise KeyError  # 1.0 would be found as True; so is 1, but that is allowed, as in `flag`
         return choices[value]
     except (KeyError, TypeError):
         expected = ", ".join(map(repr, choices))
@@ -202,7 +204,7 @@ def number(field: str, value: Any) -> float:
 
 
 def flag(field: str, value: Any) -> bool:
-    """True or False, NumPy's too, or 0 or 1. Nothing else, since any text would be true, "false" included."""
+    """True or False, also NumPy's, or 0 or 1. Nothing else: Python takes any text for true, even "false"."""
     if value is True or value is False:
         return value
     if isinstance(value, int | np.bool_) and value in (0, 1):

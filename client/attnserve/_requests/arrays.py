@@ -109,7 +109,7 @@ def _integers(field: str, array: np.ndarray[Any, Any]) -> Array:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is Python's own numbers, which have no dtype, as far as the first one shows."""
+    """Whether a value consists of Python's own numbers, which have no dtype. Only the first one is looked at."""
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)

@@ -48,9 +48,10 @@ def tensors(arrays: Sequence[tuple[str, Array]]) -> Tensors:
 def header(
     request_type: type[Message], tensors: Tensors, window: tuple[int, int] | None = None, **fields: Any
 ) -> bytes:
-    """The serialised request, with a ticket for each tensor, in order. A field that is None stays unset. Remembered by
-    the fields, whose values must be as their types are: 1, 1.0 and True would be taken for each other, as -0.0 is
-    for 0.0.
+    """The serialised request, with a ticket for each tensor, in order. A field that is None stays unset.
+
+    It is remembered by its arguments. So a field must always have a value of the same type: 1, 1.0 and True would be
+    taken for each other, as -0.0 is for 0.0.
     """
     if window is not None:
         fields["window"] = {"left": window[0], "right": window[1]}
@@ -67,7 +68,8 @@ def assembled(
     request_type: type[Message], header: bytes, arrays: Sequence[tuple[str, Array]]
 ) -> tuple[list[Buffer], int]:
     """The pieces of a request, from its header and its arrays, in the order of the header's tickets; and their total
-    length, in bytes. InvalidRequestError if no server could take that: it would be copied, and sent, to be refused.
+    length, in bytes. InvalidRequestError if that is more than any server takes: otherwise it would be copied and sent
+    only to be refused.
     """
     pieces, size = _wire.join(request_type, header, [array.data for _, array in arrays])
     if size > _LONGEST:
@@ -123,8 +125,8 @@ class EncodedCall(ABC, Generic[ResultT]):
     ) -> None:
         """Assembles a request from its header and its arrays, in the order of the header's tickets.
 
-        The first array was made from the caller's `like`: the result is of its kind and on its device, and the output
-        has its dtype, or any floating one if `like` holds integers.
+        `like` is what the caller passed for the first array. The result is of its kind and on its device; the output
+        has its dtype, or any floating dtype if `like` holds integers.
         """
         self.started = time.perf_counter()
         """When the call was made, in seconds of `time.perf_counter`."""
@@ -133,7 +135,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         self.timeout = timeout
         """How long to wait for the reply, in seconds; None for no limit."""
         self.given = timeout
-        """How long its caller allows for all that leads to the reply: more than `timeout` if that is what is left."""
+        """How long its caller allows for all that leads to the reply. `timeout` may be what is left of that."""
         self.priority: Final = priority
         """Calls of a higher one are sent first, where calls wait to be sent."""
         self.appends: Sequence[int] = ()
@@ -149,8 +151,8 @@ class EncodedCall(ABC, Generic[ResultT]):
         self._returns_scores = returns_scores
 
     def prepend(self, fields: bytes) -> None:
-        """Puts serialised fields of the request before the others: fields that change with every call, and would make
-        every header a different one.
+        """Puts serialised fields of the request before the others. It is for fields that change with every call: in the
+        header, they would keep that from being remembered.
         """
         self.pieces.insert(0, fields)
         self.size += len(fields)
@@ -160,7 +162,7 @@ class EncodedCall(ABC, Generic[ResultT]):
         """The result of the call. ProtocolError if the response does not fit this call."""
 
     def decode(self, data: bytes) -> ResultT:
-        """The result of the call from the serialised response, as a unary call's. ProtocolError as for `result`, and if
+        """The result of the call from the serialised response of a unary call. ProtocolError as for `result`, and if
         the bytes are no response.
         """
         return self.result(decode_response(self.operation, data))

@@ -22,11 +22,12 @@ from attnserve.v1 import tensor_pb2
 M = TypeVar("M", bound=Message)
 
 _SMALL: Final = 1 << 16
-"""Up to this size, protobuf parses a response with its payloads: copying them twice takes less time than finding them
-in bytes whose layout differs with every response, due to its timings."""
+"""Up to this size, protobuf parses a response with its payloads, which copies them twice. That takes less time than
+finding them: the layout differs with every response, because of its timings.
+"""
 
 _JOINED: Final = 1 << 20
-"""The same limit for a message of many small replies."""
+"""The same limit for a message of several replies, if these are small."""
 
 
 class Response(NamedTuple):

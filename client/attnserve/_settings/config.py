@@ -28,11 +28,13 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:8001"
 SERVICE: Final = "/attnserve.v1.AttentionService/"
 
 ANYHOW: Final = ("grpc.inhibit_health_checking", 1)
-"""The channel option to ask a server that starts or drains, too. Otherwise gRPC first asks whether it takes calls."""
+"""The channel option by which a call reaches a server even while that starts or drains. Without it, gRPC first asks the
+server whether it takes calls.
+"""
 
 _NO_PROXY: Final = {"grpc.enable_http_proxy": 0, "grpc.address_http_proxy_enabled_addresses": ""}
-"""The channel options by which no proxy is used: neither that of environment variables such as ``http_proxy``, nor that
-of those for some addresses (``GRPC_ADDRESS_HTTP_PROXY``).
+"""The channel options by which no proxy is used: neither that of environment variables such as ``http_proxy``, nor the
+one for some addresses alone (``GRPC_ADDRESS_HTTP_PROXY``).
 """
 
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
@@ -55,7 +57,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ),
     # gRPC's own retries buffer messages, and give up on those above 256 KiB. Ours need no buffer.
     ("grpc.enable_retries", 0),
-    # Retries may be over within 0.35 s: a pause between two attempts to connect is shorter, gRPC's jitter included.
+    # All retries may be over within 0.35 s. A pause between two attempts to connect is shorter, with gRPC's jitter.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),  # which is also how long connecting may take
     ("grpc.max_reconnect_backoff_ms", 250),
@@ -164,14 +166,14 @@ MAX_TIMEOUT: Final = 1e9
 """Seconds, some thirty years."""
 
 GRACE_SECONDS: Final = 2.0
-"""How long after its deadline a call may still end by itself: that must be noticed, and a late reply is made a result.
-Whoever waits for it then gives up, since whatever was to end it no longer runs.
+"""How many seconds after its deadline a call may still end by itself: the deadline must be noticed, or a result made of
+a late reply. After that, whoever waits for the call gives up: what should have ended it no longer runs.
 """
 TELLING_SECONDS: Final = 30.0
 """The timeout of requests that nobody waits for, such as to give up a cache."""
 
 LAST_WORDS_SECONDS: Final = 1.0
-"""How long closing a client waits for those requests."""
+"""How long closing a client waits for the requests that nobody waits for."""
 
 
 def checked_timeout(timeout: Any, default: float | None) -> float | None:

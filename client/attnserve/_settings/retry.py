@@ -1,18 +1,22 @@
 """When a call is sent again, and after how long: decided here alone, for every transport.
 
-The rule: attention is pure, so a call that may or may not have run can be sent again; an append to a cache has an id
-and states the length that the cache is expected to have, so that a second attempt is recognised (`_caching.plans`). A
-call is sent again, up to `retries` times and within its deadline, if the server is unavailable (a reply or a status
-UNAVAILABLE, or gRPC's errors for failed connections), if its stream breaks and the call is not the cause, or if the
-server has no room for it now, and then no sooner than the server says. So are operations on caches, whose second
-attempts the server recognises by their ids. Nothing else is retried: not an error that would recur, nor loading and
-unloading layers.
+**What may be sent again.** Attention is pure, so a call that may or may not have run can be repeated. Operations that
+change caches have ids, by which the server recognises a second attempt (`_caching.plans`). Loading and unloading layers
+is not repeated, nor is a call whose error would recur.
 
-If a server has no room, calls on a stream wait for some within their deadlines, however often they are refused, and no
-more are sent than the server has had room for (`_transports.window`); without retries, they fail. Of unary calls that
-were refused no more are sent again than calls are answered: otherwise retries would prolong the overload. The same
-holds for new ones, and for all if there are no retries, to a server that has said that it has no room, until it should
-have some (`_servers.room`): of those beyond the budget, the rule is as if it had refused them.
+**When.** A call is sent again, up to `retries` times and within its deadline, if
+
+- the server is unavailable: a reply or a status UNAVAILABLE, or gRPC's errors for failed connections;
+- its stream breaks, and the call is not the cause;
+- the server has no room for it now; then no sooner than the server says.
+
+**Full servers.** Calls on a stream wait for room within their deadlines, however often they are refused, and no more
+are sent than the server has had room for (`_transports.window`). With `retries=0` they do not wait, but fail. Unary
+calls do not wait in line. Two kinds of calls have a `Budget` instead, since they would prolong the overload:
+
+- unary calls that were refused, and are sent again;
+- new unary calls, and new calls of any kind without retries, to a server that has said that it has no room, until it
+  should have some (`_servers.room`). Those beyond the budget are treated as if the server had refused them.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ _PASSES: Final = frozenset(("OVERLOADED", "SHARE_EXCEEDED", "TOO_MANY_STREAMS", 
 
 
 def room_after(error: AttnServeError | None) -> float | None:
-    """After how many seconds the server that ended a call with this error should have room for others; None if it lacks
-    none, or only lacks it for caches, as far as it says.
+    """After how many seconds the server that ended a call with this error should have room for others. None if it did
+    not say that it lacks room, or lacks it for caches only.
     """
     if not isinstance(error, OverloadedError) or error.reason not in _PASSES or error.bound == "caches":
         return None
@@ -53,7 +57,7 @@ def room_after(error: AttnServeError | None) -> float | None:
 
 
 def breaks_only_the_stream(code: int) -> bool:
-    """Whether a new stream may work after one that ended with this status code: those that servers and proxies report
+    """Whether a new stream may work after one that ended with this status code: servers and proxies report such codes
     when they go away.
     """
     return code in _OF_THE_CONNECTION
@@ -117,12 +121,14 @@ class Again(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once. Those
-    that have another server first try that, without waiting.
+    """Exponential backoff with jitter, so that the callers of a server that went away do not all return at once. A call
+    that another server should answer tries that one first, without waiting.
     """
 
     retries: int
-    """How often a call is sent again at most, but for those on a stream that wait for room; if 0, these do not wait."""
+    """How often a call is sent again at most. Not counted are refusals of calls on a stream, which wait for room; but
+    if this is 0, they do not wait.
+    """
     first_delay: float = 0.1
     """The longest that the first retry waits, in seconds; each further one waits up to twice as long."""
     longest_delay: float = 5.0
@@ -132,7 +138,8 @@ class RetryPolicy:
     retried: Budget = field(default_factory=Budget, repr=False)
     """The budget for calls that full servers have refused."""
     begun: Budget = field(default_factory=Budget, repr=False)
-    """The budget for new calls to servers that have said that they are full. It is another, since retries have waited.
+    """The budget for new calls to servers that have said that they are full. It is apart from that of retries, which
+    have waited already.
     """
 
     def answered(self, calls: int, now: float) -> None:
@@ -165,9 +172,9 @@ class RetryPolicy:
         return delay if told <= self.longest_delay and now + delay < deadline else None
 
     def until_room(self, error: AttnServeError, attempts: int, now: float, deadline: float) -> float | None:
-        """How long a call on a stream is to wait, in seconds, if a full server refused the last of `attempts`; None if
-        it is not to, by the policy or because its time does not suffice. The number of retries is no bound: how many
-        calls are sent to full servers, streams decide (`_transports.window`).
+        """How long a call on a stream is to wait, in seconds, if a full server refused the last of `attempts`. None if
+        it is not to wait, because there are no retries or its time does not suffice. Otherwise the number of retries is
+        no bound: the stream decides how many calls it sends to a full server (`_transports.window`).
         """
         if not self.retries or not isinstance(error, OverloadedError):
             return None

@@ -98,7 +98,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _places(address: str) -> list[str]:
-    """What an address has behind its scheme, if that has a meaning here: hosts with their ports."""
+    """The hosts with their ports in an address: what is behind the scheme, if that is one which is known here."""
     named = _NAME.fullmatch(address)
     return _listed(address) or [address if named is None else unquote(named["place"])]
 

@@ -27,15 +27,15 @@ class MaskPattern:
     window: _Window | None = None
     """How many keys a query sees to the left and to the right of its position; -1 for no bound."""
     query_offset: int = 0
-    """The position of the first query among the keys; without effect unless there is `causal` or `window`."""
+    """The position of the first query among the keys. It matters only for `causal` and `window`."""
     kv_lengths: torch.Tensor | None = None
     """Int64 `[B]`: keys from that length on are excluded."""
     keys: torch.Tensor | None = None
     """Bool `[B, 1, 1, S]`: which keys may be attended at all."""
 
     def options(self, query_length: int, kv_length: int, *, resident: bool) -> dict[str, Any]:
-        """The arguments of `Client.attend` that express this pattern; none for what it does not restrict. `resident`:
-        if the keys are those of caches, whose queries are by default the last.
+        """The arguments of `Client.attend` that express this pattern; none for what it does not restrict. `resident`
+        says whether the keys are in caches: there, queries are by default at the end.
         """
         options: dict[str, Any] = {}
         if self.window is not None:
@@ -60,7 +60,7 @@ def recognise(mask: torch.Tensor, query_offset: int, local_size: int | None) -> 
 
     `query_offset` is the position of the first query relative to the first key. `local_size` is the width of a
     sliding window, if there may be one: a causal query sees that many keys, itself included; a bidirectional one
-    that many to either side. If they are wrong, a pattern may not be found, but none is found that is wrong.
+    that many to either side. If these two are wrong, a pattern may be missed, but a wrong one is never returned.
     """
     if mask.shape[1] != 1:
         return None
@@ -77,7 +77,7 @@ def recognise(mask: torch.Tensor, query_offset: int, local_size: int | None) -> 
     found = None
     for causal, window in candidates:
         shape = _shape(distance, causal, window)
-        # If the mask is this shape and a choice of keys, the chosen keys are those that are attended at all.
+        # If the mask is this shape combined with a choice of keys, the choice is the keys that any query attends.
         if torch.equal(shape & attended[:, None], allowed):
             lengths, keys = _key_choice(attended, shape.any(dim=0))
             pattern = MaskPattern(
@@ -108,7 +108,8 @@ def _shape(distance: torch.Tensor, causal: bool, window: _Window | None) -> torc
 
 
 def _key_choice(attended: torch.Tensor, reached: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which keys are attended, bool `[B, S]`: as lengths `[B]` if these express it, else unchanged; neither if all are.
+    """A choice of keys, `attended`, bool `[B, S]`: as lengths `[B]` if these express it, else as keys, bool `[B, S]`;
+    neither if all keys are chosen.
 
     Keys that no query reaches (`reached` is bool `[S]`) are never attended, so they may count as chosen or not.
     """

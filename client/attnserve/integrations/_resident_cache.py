@@ -1,4 +1,4 @@
-"""A transformers cache whose keys and values are in the service: each step sends those of its own tokens alone.
+"""A transformers cache whose keys and values are in the service: each step sends only those of its new tokens.
 
 In: a model's calls of the methods of transformers' `Cache`. Out: the operations on `Sequences`.
 
@@ -63,7 +63,7 @@ class _States(NamedTuple):
 
 
 def check_client(client: object) -> None:
-    """Raises TypeError for what computes no attention, or none that models wait for."""
+    """TypeError for what computes no attention, and for an `AsyncClient`: models do not await their attention."""
     if isinstance(client, AsyncClient) or not hasattr(client, "attend"):
         raise TypeError(f"client: expected a Client, found {type(client).__name__}")
 
@@ -76,7 +76,7 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     supports_early_init = False
 
     def __init__(self, sequences: Sequences, index: int, dtype: Any) -> None:
-        # Not that of the base class, for which keys and values are attributes.
+        # The base class's `__init__` is not called: it would set keys and values as attributes.
         self.sequences = sequences
         self.index = index
         self._dtype = dtype
@@ -103,7 +103,7 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return ResidentStates(self, like, (len(self.sequences), like.shape[1], self.get_seq_length(), like.shape[3]))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the resident caches, unless another layer has, for a batch of keys and values."""
+        """Makes the resident caches for a batch of keys and values, unless another layer has made them."""
         batch, heads, _, width = key_states.shape
         shape = heads, width, value_states.shape[3]
         if self.sequences and shape != self.sequences.shape:
@@ -122,7 +122,7 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[ResidentStates, ResidentStates]:
-        """Takes keys `[B, Hk, T, D]` and values `[B, Hk, T, Dv]`, and returns what stands for all."""
+        """Takes new keys `[B, Hk, T, D]` and values `[B, Hk, T, Dv]`; returns what stands for all keys and values."""
         self.send()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -134,8 +134,9 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._standing_for(key_states), self._standing_for(value_states)
 
     def take(self, length: int) -> Sequence[torch.Tensor]:
-        """The keys and values that are to be sent along with queries, which then count as sent; none if all are sent.
-        `length` is that of the keys that are attended to: RuntimeError if the layer has another by now.
+        """The keys and values that are still to be sent, for a call that sends them with its queries; from now on they
+        count as sent. None if all are sent. `length` is the number of keys that the call attends to: RuntimeError if
+        the layer has another number by now.
         """
         if length != self.get_seq_length():
             raise RuntimeError(f"expected attention to the {self.get_seq_length()} tokens in the cache, found {length}")
@@ -147,19 +148,19 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.sequences.attend(self.index, *arrays, **options)
 
     def send(self) -> None:
-        """Appends what was not attended to."""
+        """Appends keys and values that no attention has sent."""
         if self._unsent is not None:
             unsent, self._unsent = self._unsent, None
             self.sequences.append(self.index, *unsent)
 
     def cut(self, length: int) -> None:
-        """Leaves out what is not sent beyond a length; what is sent is no longer than that."""
+        """Cuts off what is not sent yet and is beyond a length. What is sent must not be longer than that."""
         if self._unsent is not None:
             rest = length - self.sequences.length(self.index)
             self._unsent = _States(*(states[:, :, :rest] for states in self._unsent)) if rest else None
 
     def forget(self) -> None:
-        """Becomes as it was before it had any tokens."""
+        """Makes it as it was before it had any tokens."""
         self._like = self._unsent = None
 
     def fork(self, sequences: Sequences) -> ResidentLayer:
@@ -173,7 +174,7 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.sequences.length(self.index) + (0 if self._unsent is None else self._unsent.key.shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next queries attend to, and the position of the first: all are there."""
+        """How many keys the next queries attend to, and the position of the first key, which is 0: all are kept."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -189,14 +190,15 @@ class ResidentLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class ResidentCache(DynamicCache):
-    """The keys and values of a transformers model, in the service. Each forward pass sends those of its own tokens.
+    """The keys and values of a transformers model, in the service. Each forward pass sends only those of new tokens.
 
         register(client)
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="attnserve")
         with ResidentCache(client, model.config) as cache:
             model.generate(**inputs, cache=cache)  # before transformers 5.24, past_key_values=cache
 
-    Leaving the `with` closes it, which deletes what the service has; so do `reset` and the end of the `ttl`.
+    Leaving the `with` closes the cache, which deletes what the service has. `reset` and the end of the `ttl` delete it,
+    too.
 
     - `client`: an open `Client`. It makes one cache for each sequence in the batch, all on one server, and attends to
       them, whichever client is registered.
@@ -209,12 +211,16 @@ class ResidentCache(DynamicCache):
     generation does), and a deep copy is a fork, which shares what is there (for a prompt that several texts begin
     with). All tokens are kept, also those that a sliding window has left behind.
 
-    `InvalidRequestError` for a `dtype` or `ttl` that no cache has; `NotImplementedError` for models that do more with
-    keys than attend to them by their `attn_implementation` (as some do whose keys are compressed), that keep other
-    states, or keys of several shapes or of a dtype that no cache has; `ValueError` for a batch of another size than
-    before. Methods that ask the service raise its errors, an `AttnServeError`, and so does the model. Some layers then
-    have more tokens than others: `truncate` to the length before, and go on. After a `NotFoundError` nothing is left:
-    `reset` (of a pair, if it is one), and start with all tokens.
+    Errors:
+
+    - `InvalidRequestError` for a `dtype` or `ttl` that no cache can have.
+    - `NotImplementedError` for models that cannot use it: those that do more with keys than attend to them by their
+      `attn_implementation` (as some do whose keys are compressed), that keep other states, or whose keys have several
+      shapes or a dtype that no cache can have.
+    - `ValueError` for a batch of another size than before.
+    - An `AttnServeError` where the service is asked, by its methods or by the model. Some layers may then have more
+      tokens than others: `truncate` to the length before the step, and go on. After a `NotFoundError` nothing is left:
+      `reset` it (the pair, if it is in one), and start with all tokens.
     """
 
     def __init__(
@@ -224,11 +230,12 @@ class ResidentCache(DynamicCache):
         if not hasattr(config, "to_dict"):
             raise TypeError(f"config: expected that of a model, found {type(config).__name__}")
         count = _count_layers(config)
-        # Raises here what would be raised in the model first.
+        # Raises here what the model would otherwise raise at its first step.
         cache_requests.create(1, 1, None, count, "float32" if dtype is None else dtype, ttl)
         self._sequences = Sequences(client, count, ttl)
         self._layers = [ResidentLayer(self._sequences, index, dtype) for index in range(count)]
-        # Not that of a DynamicCache, whose layers are others; it is one because transformers' pairs do more with them.
+        # Not `DynamicCache.__init__`, which makes layers of its own. The class derives from DynamicCache because the
+        # pairs of transformers can do more with one.
         ModelCache.__init__(self, layers=list(self._layers))
 
     def update(
@@ -313,7 +320,7 @@ def _count_layers(config: PreTrainedConfig) -> int:
     """How many layers the decoder of a model has. NotImplementedError if one keeps more than keys and values."""
     layers = DynamicCache(config=config).layers
     for index, layer in enumerate(layers):
-        # Layers that keep nothing, or use the keys of others, have a kind of their own, which is neither of these.
+        # A layer that keeps nothing, or uses another layer's keys, is of a class that has neither of these.
         keeps = isinstance(layer, CacheLayerMixin) or hasattr(layer, "update_conv_state")
         if keeps and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise NotImplementedError(f"layer {index} keeps more than keys and values: {type(layer).__name__}")

@@ -1,4 +1,4 @@
-"""The sequences of a batch, each in a resident cache of its own, that are used together.
+"""The sequences of a batch, each in a resident cache of its own. They are used together.
 
 In: keys, values and queries of a whole batch. Out: calls of a `Client`; all caches are on one server, so that one call
 attends to all of them.
@@ -72,7 +72,7 @@ class Sequences:
 
     @contextmanager
     def _doubted(self) -> Iterator[None]:
-        """For what may have appended something even if it fails, or is interrupted."""
+        """Around calls that may have appended something even if they fail, or are interrupted."""
         try:
             yield
         except BaseException:
@@ -122,7 +122,7 @@ class Sequences:
         self._delete_unwanted()
 
     def close(self) -> None:
-        """No more are made from now on."""
+        """Forbids to make more."""
         self._closed = True
 
     def _delete_unwanted(self) -> None:

@@ -18,14 +18,17 @@ A model that generates sends the keys and values of all tokens for each new one,
         with ResidentCache(client, model.config) as cache:
             model.generate(**inputs, cache=cache)  # before transformers 5.24, past_key_values=cache
 
-The results are those of the model's own `eager` attention: a mask, if there is one, decides alone, and neither a
-module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing (those of padding) give 0, where
-eager gives the mean of all values. Models that do not use `AttentionInterface`, MPNet, BLOOM and DeBERTa for example,
-and T5 before transformers 5.18, do not reach the service: transformers runs them here, on their own attention, whatever
-is asked for; with some, as with Falcon, it raises `KeyError`. A model that uses it only in part reaches the service
-with that part. Some models, GPT-2 and OPT among them, do not tell their attention that its weights are asked for: as
-with `sdpa`, `output_attentions` gives none. Weights beside sinks are those that the output was made with; the `eager`
-attention of `granite_swa` returns them before the sinks have their share.
+**Results** are those of the model's own `eager` attention. If there is a mask, it alone decides what is attended:
+neither a module's `is_causal` nor a `sliding_window` argument is used. Rows that attend nothing, such as those of
+padding, give 0, where eager gives the mean of all values.
+
+**Models that do not use `AttentionInterface`** do not reach the service: MPNet, BLOOM and DeBERTa for example, and T5
+before transformers 5.18. Whatever implementation is asked for, transformers runs them here, with their own attention;
+for some, such as Falcon, it raises `KeyError`. Of a model that uses it only in part, that part reaches the service.
+
+**Weights.** Some models, GPT-2 and OPT among them, do not tell their attention that its weights are asked for: as with
+`sdpa`, `output_attentions` then gives none. With sinks, the weights are those that the output was made with; the
+`eager` attention of `granite_swa` returns the weights before the sinks have their share.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ _registered: set[str] = set()
 
 
 class _Known(NamedTuple):
-    """What a mask was made from, and the version of the mask that was made: writing to the mask invalidates it."""
+    """What a mask was made from. Writing to the mask changes its version, and so invalidates this."""
 
     allowed: torch.Tensor
     """Bool `[B, 1, Lq, S]`, true means attend."""
@@ -71,12 +74,17 @@ def register(client: Client, name: str = "attnserve") -> None:
     Registering a name again replaces its client. To use several clients at once, give them different names.
     The client must be open while a model runs.
 
-    A model with this implementation raises `RuntimeError` if gradients are recorded (the service is for inference: use
-    `torch.no_grad()` or `torch.inference_mode()`), `ValueError` if it asks for dropout while training,
-    `NotImplementedError` for continuous batching, for sinks that differ by query and for keys chosen in blocks (by
-    MiniMax-M3), and otherwise the errors of `Client.attend`. TypeError for what is no client, and for an `AsyncClient`:
-    models wait for their attention. ValueError for the name of an attention that is not of this function, such as
-    ``sdpa``.
+    A model with this implementation raises
+
+    - `RuntimeError` if gradients are recorded: the service is for inference, so use `torch.no_grad()` or
+      `torch.inference_mode()`;
+    - `ValueError` if it asks for dropout while training;
+    - `NotImplementedError` for continuous batching, for sinks that differ by query, and for keys chosen in blocks (by
+      MiniMax-M3);
+    - otherwise the errors of `Client.attend`.
+
+    This function itself raises TypeError for what is no client, and for an `AsyncClient`, since models do not await
+    their attention; and ValueError for a name that transformers has an attention of its own for, such as ``sdpa``.
     """
     check_client(client)
     if not isinstance(name, str) or not name:
@@ -106,10 +114,10 @@ def forward_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask of a forward pass, `[B, 1, Lq, S]`: what is added to the scores, 0 where a query attends a key and the
     dtype's minimum elsewhere; None if nothing is excluded.
 
-    Takes what transformers passes to any mask function. The mask is that of its `eager`, because a model that does not
-    use `AttentionInterface`, or not everywhere, adds to its own scores whatever mask it gets. A mask that is merely
-    causal is not omitted: whether None means causal would be a guess. The mask carries along what it was made from, so
-    that requests contain it only if no options express the same, and then as bools.
+    Takes what transformers passes to any mask function. The mask is that of `eager`: a model that does not use
+    `AttentionInterface`, or not everywhere, adds it to its own scores. It is not omitted if it is merely causal: the
+    attention function would have to guess whether None means that. The mask carries along what it was made from.
+    Requests contain it only if no options express the same, and then as bools.
     """
     # Outside inference mode, because inference tensors do not count writes to them.
     with torch.inference_mode(False), torch.no_grad():
