@@ -41,8 +41,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make(name: str, minutes: float) -> Outcome:
-    """Makes one experiment. One that ends with an error (a caller that hangs, a server that does not start) has broken
-    its promise, and the others are made all the same.
+    """Runs one experiment. If that ends with an error (a caller that hangs, a server that does not start), its promise
+    counts as broken, and the others are run all the same.
     """
     chosen = experiment(name)
     begun, begin, before = datetime.now(UTC), perf_counter(), machine.load_average()[0]
@@ -64,14 +64,14 @@ def make(name: str, minutes: float) -> Outcome:
 
 
 def together(earlier: Result | None, made: dict[str, Outcome]) -> Result:
-    """What was made now, and what was made earlier and not now."""
+    """The outcomes of this run, and the earlier ones of experiments that were not run now."""
     known = {} if earlier is None else {each.experiment: each for each in earlier.outcomes}
     known |= made
     return Result([known[name] for name in NAMES if name in known])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes what the command line asks for; the exit status."""
+    """Runs the experiments that the command line asks for, and returns the exit status."""
     chosen = options(sys.argv[1:] if arguments is None else arguments)
     earlier = Result.read(chosen.json) if chosen.json.exists() else None
     made: dict[str, Outcome] = {}

@@ -19,11 +19,11 @@ PATIENCE_S: Final = 120.0
 """How long callers may take to end, once they are told to."""
 
 PAUSE_S: Final = 0.01
-"""How long a caller rests: what is hurt shall have time to come back beside them, on a machine that they share."""
+"""How long a caller rests between two questions. On a shared machine, servers need time to recover beside callers."""
 
 
 class Tally:
-    """What came of the questions. Used by any number of threads."""
+    """Counts the outcomes of questions. Any number of threads may use it."""
 
     def __init__(self) -> None:
         self.right = 0
@@ -38,7 +38,7 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """The questions that got an error."""
+        """How many questions got an error."""
         return self.errors.total()
 
     def question(self) -> Question:
@@ -46,7 +46,7 @@ class Tally:
         return Question.numbered(next(self._numbers))
 
     def ask(self, client: Client, question: Question) -> None:
-        """Asks a question, and counts what comes of it."""
+        """Asks a question, and counts its outcome."""
         begin = perf_counter()
         try:
             result = client.attend(question.query, question.key, question.value, causal=question.causal)
@@ -56,7 +56,7 @@ class Tally:
             self.take(question, result.output, begin)
 
     def take(self, question: Question, outcome: Array | Exception, begin: float) -> None:
-        """Counts what came of a question that was asked at `begin`."""
+        """Counts the outcome of a question that was asked at `begin`."""
         verdict = None if isinstance(outcome, Exception) else question.judge(outcome)
         with self._lock:
             self.longest = max(self.longest, perf_counter() - begin)
@@ -83,7 +83,7 @@ def until_all(tallies: Iterable[Tally], count: int) -> None:
 
 @contextmanager
 def running(threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[None]:
-    """Has threads run while the block does, and stops them. Raises TimeoutError if one of them hangs."""
+    """Runs threads while the block runs, and then stops them. Raises TimeoutError if one of them hangs."""
     for thread in threads:
         thread.start()
     try:

@@ -1,5 +1,5 @@
-"""The real server, which counts its tasks when it gets SIGUSR1, and soon gives up connections that are half begun:
-`python -m benchmarks.chaos.counted`.
+"""The real server, with two differences: it counts its tasks when it gets SIGUSR1, and gives up connections that are
+half begun sooner. `python -m benchmarks.chaos.counted`.
 
 In: the server's flags. Out: besides what the server writes, a line `tasks: N` on standard error for each signal.
 """
@@ -33,7 +33,8 @@ def tell() -> None:
 
 def main() -> None:
     """Runs the server."""
-    # Callers that leave as they connect leave descriptors for so long: half a minute, in which nothing else is awaited.
+    # If a caller leaves while it connects, its descriptor stays for so long: by default half a minute, which the soak
+    # would have to wait for in the end.
     port.SETTINGS_TIMEOUT_MS = 5_000  # type: ignore[misc]
     config = command_line.load(sys.argv[1:], os.environ)
     logs.configure(config.log_level, config.log_format)

@@ -1,4 +1,4 @@
-"""Devices that fail for good: lost, stuck beside the event loop or on it, their thread dead."""
+"""Devices that fail for good: lost; stuck, on the event loop or on a thread beside it; with a thread that dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALLERS: Final = 8
 
 
 class _Watch:
-    """What a watcher of liveness is told."""
+    """Watches a server's liveness, and keeps what it is told."""
 
     def __init__(self, address: str) -> None:
         self.told: list[Any] = []
@@ -57,7 +57,7 @@ class _Watch:
             return  # it has ended
 
     def end(self) -> bool:
-        """Whether it was told, in the end, that the server does not live."""
+        """Ends the watch. Returns whether the last that it was told is that the server is not alive."""
         self._thread.join(PATIENCE_S)
         self._channel.close()
         return bool(self.told[-1] == health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -65,7 +65,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a server ended whose device failed."""
+    """How a server ended after its device failed."""
 
     status: int
     answered: int
@@ -77,7 +77,7 @@ class _Ending:
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does each, to a server of its own, at the same time."""
+    """Runs all cases at the same time, each on a server of its own."""
     del minutes
     victims = [
         Victim("--stuck-after", STUCK_AFTER, *flags, module="benchmarks.chaos.faulty") for _, *flags in CASES.values()
@@ -102,7 +102,7 @@ def run(minutes: float) -> list[Figure]:
 
 
 def _break(fault: str, victim: Victim) -> _Ending:
-    """Breaks the device of a server with callers, who all end or this does not (`callers.PATIENCE_S`)."""
+    """Breaks the device of a server while it has callers. Raises TimeoutError if one of them hangs."""
     tally, watch = Tally(), _Watch(victim.address)
     with Client(victim.address, retries=0) as client, in_threads(client, CALLERS, tally):
         tally.until(20)

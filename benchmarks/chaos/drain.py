@@ -25,7 +25,7 @@ DELAY: Final = "3s"
 
 
 class _Prober:
-    """Asks for liveness over and over, by connections of its own, as whoever decides on restarts does."""
+    """Asks for liveness again and again, on connections of its own, as whatever restarts servers does."""
 
     def __init__(self, victim: Victim) -> None:
         self.answers: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class _Prober:
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, with callers that do not send again what is refused."""
+    """Runs the experiment, with callers that do not repeat a refused call."""
     del minutes
     tallies = {"stream": Tally(), "unary": Tally()}
     with Victim("--drain-delay", DELAY) as victim, ExitStack() as stack:

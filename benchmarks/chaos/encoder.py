@@ -21,7 +21,7 @@ BLOCKS, WIDTH, HIDDEN, HEADS, VOCABULARY = 6, 384, 1536, 12, 4096
 
 
 def write(directory: Path) -> Path:
-    """Writes the encoder into a directory; the file of definitions that the server is to load."""
+    """Writes the encoder into a directory. Returns the file of definitions that the server is to load."""
     random = np.random.default_rng(0)
     tensors: dict[str, Array] = {"embedding.token.weight": _matrix(random, VOCABULARY, WIDTH)}
     for block in range(BLOCKS):
@@ -51,5 +51,5 @@ def request(length: int, seed: int) -> bytes:
 
 
 def _matrix(random: np.random.Generator, outputs: int, inputs: int) -> Array:
-    """Weights that keep the size of what they are applied to."""
+    """A random matrix; what it is multiplied with keeps about the same size."""
     return random.standard_normal((outputs, inputs), dtype=np.float32) * np.float32(inputs**-0.5)

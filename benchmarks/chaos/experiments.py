@@ -19,9 +19,9 @@ class Experiment(Protocol):
     """What is promised."""
 
     def run(self, minutes: float) -> list[Figure]:
-        """Does it; `minutes` is how long, for what goes on for a time."""
+        """Runs the experiment; for `minutes`, if it has no end of its own."""
 
 
 def experiment(name: str) -> Experiment:
-    """An experiment by its name. Imported only now: some bring torch along, which others do without."""
+    """An experiment by its name. It is imported only now: some import torch, and others need none."""
     return cast(Experiment, import_module(f"benchmarks.chaos.{name}"))

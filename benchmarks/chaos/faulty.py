@@ -28,16 +28,17 @@ FAULTS: Final[Mapping[str, float]] = {
     "stuck": 2.0**73,
     "dead": 2.0**74,
 }
-"""What a request asks for, by the first element of its query: a kernel that fails, a device without memory, one that is
-lost for good, a kernel that does not end, and one that takes its thread along."""
+"""What a request asks for, by the first element of its query: a kernel that fails, a device without memory, a device
+that is lost for good, a kernel that does not end, and a kernel that ends its thread.
+"""
 
 
 class ThreadDied(BaseException):
-    """What no code of the server catches."""
+    """An exception that no code of the server catches."""
 
 
 class FaultyDevice(CpuDevice):
-    """A CPU that does what it is asked."""
+    """A CPU that fails when a request asks for it."""
 
     def __init__(self, threads: int, inline_flops: int) -> None:
         super().__init__(threads, inline_flops, None)

@@ -1,7 +1,7 @@
-"""A caller that takes all it can get, beside another that asks for what it needs.
+"""A greedy caller, which takes all it can get, beside a modest one, which asks for what it needs.
 
-The greedy one is a process of its own, by the lowest priority that the machine has: it shall take from the other what
-it gets of the server, and not what it takes of this machine.
+The greedy one is a process of its own, with the lowest priority that the machine has: it is to take from the other by
+what it gets from the server, not by what it takes from this machine.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PROMISE: Final = (
 )
 SECONDS: Final = 15.0
 CALLERS: Final = 32
-"""How many of its calls the modest caller has in flight, each of a thread."""
+"""How many calls the modest caller has in flight, each made by a thread."""
 QUESTIONS: Final = 4
 STREAMS: Final = 200
 TINY_CALLS: Final = 500
 IN_FLIGHT: Final = 16
 TOKEN: Final = "ATTNSERVE_TOKEN"
-"""The environment variable by which the greedy caller gets its token."""
+"""The environment variable with the greedy caller's token."""
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, for 15 seconds of each way to be greedy, or that part of a minute."""
+    """Runs each way to be greedy for 15 seconds, or for a quarter of `minutes` if that is less."""
     seconds = SECONDS * min(minutes, 1.0)
     tokens = {name: new_token() for name in ("greedy", "modest")}
     with tempfile.TemporaryDirectory(prefix="attnserve-greedy-") as directory:
@@ -65,7 +65,7 @@ def run(minutes: float) -> list[Figure]:
             Client(victim.address, token=tokens["modest"]) as client,
         ):
             modest = Modest(client)
-            modest.answers_in(seconds / 3)  # for nothing but to have the server learn how long they take
+            modest.answers_in(seconds / 3)  # not counted: the server learns how long these requests take
             alone = modest.answers_in(seconds)
             figures = [Figure("answers alone", alone / seconds, "/s")]
             for way, (_, least) in WAYS.items():
@@ -112,7 +112,7 @@ class Modest:
 
 
 class Replies:
-    """How many replies the greedy caller had, known once it has ended."""
+    """How many replies the greedy caller had. This is known once it has ended."""
 
     replies = 0
 
@@ -209,7 +209,9 @@ WAYS: Final[Mapping[str, tuple[Callable[[Greedy], None], float]]] = {
     "large requests": (_large, 1 / 3),
     "tiny calls on 200 streams": (_streams, 0.1),
 }
-"""What a greedy caller does, and which part of what another gets alone it must leave to that one."""
+"""For each way to be greedy: what the caller does, and how much it must leave to the modest one, as a share of what
+that gets alone.
+"""
 
 
 def main(way: str, address: str) -> None:

@@ -27,7 +27,7 @@ CACHES: Final = 12
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, on a device that fails when it is asked to."""
+    """Runs the experiment, on a device that fails when a request asks for it."""
     del minutes
     verdicts: Counter[str] = Counter()
     with (
@@ -57,7 +57,7 @@ def _rounds() -> Iterator[tuple[int, str]]:
 
 
 def _ask(client: Client, number: int, fault: str, verdicts: Counter[str]) -> None:
-    """Questions of one shape, of which one fails, sent together."""
+    """Sends questions of one shape together; one of them fails."""
     questions = [Question.numbered(1000 * number + place, number) for place in range(INNOCENT + 1)]
     guilty = number % (INNOCENT + 1)
     questions[guilty].query.flat[0] = FAULTS[fault]
@@ -73,7 +73,7 @@ def _ask(client: Client, number: int, fault: str, verdicts: Counter[str]) -> Non
 
 
 def _append(client: Client, verdicts: Counter[str]) -> None:
-    """Steps of decoders, one of which fails in each round; in the end, the caches have all the others."""
+    """Makes steps of decoders, of which one fails in each round. In the end, the caches must have all the others."""
     caches = [client.create_cache(2, 8) for _ in range(CACHES)]
     tokens: list[list[tuple[Array, Array]]] = [[] for _ in caches]
     for number in range(ROUNDS):

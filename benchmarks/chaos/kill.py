@@ -23,7 +23,7 @@ CALLERS: Final = 2
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it."""
+    """Runs the experiment."""
     del minutes
     with ExitStack() as stack:
         victims = [Victim(), Victim()]

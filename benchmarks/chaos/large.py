@@ -27,18 +27,18 @@ PROMISE: Final = (
 SECONDS: Final = 20.0
 FEW: Final = 1
 MANY: Final = 10
-"""Clients, each with a connection."""
+"""How many clients there are, each with a connection."""
 IN_FLIGHT: Final = 4
-"""Calls of each client."""
+"""How many calls each client has in flight."""
 KEYS: Final = (512, 1024, 2048, 2048)
-"""Of one query and 8 heads of 64, in float32."""
+"""The keys of each call; each has one query, and 8 heads of 64, in float32."""
 MAX_MIB: Final = 128
-"""What the server admits."""
+"""How much the server admits, in MiB."""
 TRANSPORTS: Final[tuple[Transport, ...]] = ("stream", "unary")
 
 
 class Load:
-    """Clients that ask, one call after the other in each of their threads, and what came of it."""
+    """Clients whose threads make one call after the other; and the outcomes of the calls."""
 
     def __init__(self, address: str, transport: Transport) -> None:
         self._address = address
@@ -85,17 +85,17 @@ class Load:
 
     @property
     def refused(self) -> float:
-        """Which part of all calls was told, after all attempts, that there is no room."""
+        """The share of all calls that failed, after all attempts, because there is no room."""
         return self.outcomes["refused"] / self.outcomes.total()
 
     @property
     def failed(self) -> int:
-        """How many calls had an error, but those that were told that there is no room."""
+        """How many calls failed for another reason than that there is no room."""
         return self.outcomes.total() - sum(self.outcomes[each] for each in ("right", "wrong", "refused"))
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, for 20 seconds of each transport, or that part of a minute."""
+    """Runs the experiment for 20 seconds with each transport, or for a third of `minutes` if that is less."""
     seconds = SECONDS * min(minutes, 1.0)
     figures = []
     for transport in TRANSPORTS:

@@ -28,22 +28,23 @@ PROMISE: Final = (
 CALLERS: Final = 3
 DECODERS: Final = 3
 WRITERS: Final[tuple[Literal["stream", "unary"], ...]] = ("stream", "unary", "stream")
-"""The transports of those who append to one cache, each with a client of its own."""
+"""The transports of the writers that append to one cache; each has a client of its own."""
 TIMEOUT_S: Final = 40.0
 PAUSE_S: Final = 0.2
-"""Between one fault and the next: time to connect again, and for some calls."""
+"""The time between two faults: enough to connect again, and for some calls."""
 RETRIES: Final = 30
 KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_500), ("grpc.http2.ping_timeout_ms", 3_000))
-"""Garbage may look like the beginning of a long frame, in which all that follows is lost: only pings tell."""
+"""Garbage may look like the beginning of a long frame, which swallows all that follows. Only pings reveal that."""
 LEAST_S: Final = 4.0
 LEAST_TOKENS: Final = 20
-"""So many are appended by decoders, and by writers, or what is promised of them would say little."""
+"""Decoders must append at least so many tokens in all, and so must writers: with fewer, the promises would say little.
+"""
 MORE_S: Final = 60.0
-"""How much longer it goes on at most until they are: machines are busy."""
+"""How much longer the experiment may take until they have, on a busy machine."""
 FORK_EVERY: Final = 20
-"""A decoder forks its cache once in so many tokens, the first time after the first."""
+"""A decoder forks its cache once for every so many tokens: the first time after its first token."""
 SHARE: Final = 0.1
-"""Of the time that is given to all that goes on for a time."""
+"""The share of `minutes` that this experiment takes."""
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class _Decoder:
     failed_forks: int = 0
 
     def step(self, random: np.random.Generator) -> None:
-        """One token more, and attention to all of them."""
+        """Appends a token, and attends to all of them."""
         query, key, value = random.standard_normal((3, 2, 1, 8), dtype=np.float32)
         try:
             result = self.cache.attend(query, key=key, value=value, causal=True, timeout=TIMEOUT_S)
@@ -73,7 +74,7 @@ class _Decoder:
             self._fork()
 
     def _fork(self) -> None:
-        """One cache more, which is left there."""
+        """Makes a fork, which is never deleted."""
         try:
             self.cache.fork(timeout=TIMEOUT_S)
             self.forks += 1
@@ -81,7 +82,7 @@ class _Decoder:
             self.failed_forks += 1
 
     def _look(self, key: Array, value: Array) -> None:
-        """Finds out whether a token of which nothing is known was appended."""
+        """Finds out whether a token was appended although its call failed."""
         _refresh(self.cache)
         more = self.cache.length - len(self.tokens)
         if more == 1:
@@ -108,12 +109,12 @@ class _Writer:
     acknowledged: list[int] = field(default_factory=list)
     came_late: int = 0
     found: int = 0
-    """How many were there although the reply was lost, with others' behind them."""
+    """How many tokens turned out to be there although their reply was lost and others had appended behind them."""
     refused: int | None = None
-    """The number of a token that came late, and is certainly not there: it is appended next."""
+    """The number of a token that came too late and is certainly not there. It is appended next."""
 
     def step(self, random: np.random.Generator) -> None:
-        """One token more, if nobody was faster."""
+        """Appends a token, unless another writer was faster."""
         number = next(self.numbers) if self.refused is None else self.refused
         self.refused = None
         token = np.full((2, 1, 8), number, np.float32)
@@ -137,7 +138,7 @@ class _Writer:
 
 
 def _refresh(cache: Cache) -> None:
-    """Asks how long a cache is until there is an answer."""
+    """Asks for the length of a cache again and again, until there is an answer."""
     while True:
         try:
             cache.refresh(timeout=TIMEOUT_S)
@@ -147,7 +148,7 @@ def _refresh(cache: Cache) -> None:
 
 
 def _tokens(decoders: Sequence[_Decoder], writers: Sequence[_Writer]) -> tuple[int, int]:
-    """How many tokens either have appended."""
+    """How many tokens the decoders have appended, and how many the writers."""
     return sum(len(decoder.tokens) for decoder in decoders), sum(len(writer.acknowledged) for writer in writers)
 
 
@@ -161,7 +162,7 @@ def _numbers(cache: Cache) -> list[int]:
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it for a tenth of the time."""
+    """Runs the experiment for a tenth of `minutes`."""
     with Victim("--log-level", "error") as victim, Proxy(victim.address) as proxy:
         tally, decoders, writers = _under_load(proxy, max(LEAST_S, SHARE * 60 * minutes))
         with Client(victim.address) as client:
@@ -200,7 +201,7 @@ def run(minutes: float) -> list[Figure]:
 
 @contextmanager
 def _stepping(appending: Sequence[_Decoder | _Writer]) -> Iterator[None]:
-    """Each in a thread, while the block runs."""
+    """Has each of them make steps, in a thread of its own, while the block runs."""
     stop = threading.Event()
 
     def append(number: int, one: _Decoder | _Writer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something that was counted or measured, and between which bounds it was promised to be, if it was."""
+    """Something that was counted or measured; and the bounds that it was promised to keep, if any."""
 
     name: str
     value: float
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def kept(self) -> bool:
-        """Whether it is within its bounds. What is not a number is not."""
+        """Whether it is within its bounds. NaN is not."""
         low = self.at_least is None or self.value >= self.at_least
         return low and (self.at_most is None or self.value <= self.at_most)
 
@@ -40,7 +40,7 @@ class Figure:
 
 
 def exactly(name: str, value: float, expected: float, unit: str = "") -> Figure:
-    """A figure that is promised to be a number."""
+    """A figure that is promised to be exactly this number."""
     return Figure(name, value, unit, expected, expected)
 
 
@@ -57,7 +57,7 @@ class Outcome:
     begun: str
     """When it began, as ISO 8601."""
     minutes: float
-    """For how long it did what goes on for a time."""
+    """The `minutes` that it was given."""
     seconds: float
     """How long it took in all."""
     load: tuple[float, float] | None
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is known of all experiments, each as it was made last."""
+    """The last outcome of each experiment."""
 
     outcomes: list[Outcome]
 

@@ -38,9 +38,9 @@ TIMES: Final = 10
 LENGTHS: Final = (16, 32, 64, 64, 128, 128, 256, 384)
 """Tokens of the requests, in a random order."""
 CALLERS: Final = 4
-"""Connections, and so callers: nobody is identified."""
+"""How many connections there are. Nobody is identified, so the server takes each for a caller."""
 IN_FLIGHT: Final = 16
-"""Of the closed loop by which the capacity is found: more gives no more."""
+"""How many calls the closed loop that finds the capacity has in flight; with more, the rate is the same."""
 LEAD: Final = 0.1
 """A load runs for this share of its time before what is computed counts. A load that has just begun or is about to end
 computes its short requests first: rates would be too low in tokens, and too high in requests.
@@ -50,19 +50,23 @@ LATE: Final = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 REFUSED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PATIENCE_S: Final = 60.0
 MOST_REFUSED: Final = 1.2
-"""Attempts for each call that may be refused: callers who all come back would double what the server has to refuse."""
+"""How many refused attempts each call may have, on average. If callers all came back, there would be twice as many.
+"""
 
 
 @dataclass(slots=True)
 class Answers:
-    """What callers have seen: seconds until the answer, for what was computed (with its tokens) and for what was
-    refused (with the delays that it was told), those whose time was over before, and other failures.
+    """What callers have seen.
+
+    - `computed`: for calls that were computed, the seconds until the answer; `tokens` is the sum of their tokens.
+    - `refused`: for calls that were refused, the seconds until the refusal; `delays`: the delays that they were told.
+    - `late`: the messages of calls whose own time was over before; `failed`: those of other failures.
     """
 
     counted: tuple[float, float]
-    """From when until when what is computed counts."""
+    """The begin and the end of the time in which answers count."""
     calls: int = 0
-    """How many were made, whether what became of them counts or not."""
+    """How many calls were made, whether their answers count or not."""
     computed: list[float] = field(default_factory=list)
     tokens: int = 0
     refused: list[float] = field(default_factory=list)
@@ -70,7 +74,7 @@ class Answers:
     late: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     processor_seconds: float = 0.0
-    """What the server has used of its processors in the time that counts."""
+    """The processor time that the server has used in the time that counts."""
 
     @property
     def seconds(self) -> float:
@@ -90,12 +94,12 @@ class Answers:
 
     @property
     def seconds_per_token(self) -> float:
-        """The latency of what was computed, by its tokens: a median of mixed lengths would be that of one of them."""
+        """The latency per token of what was computed. (A median over mixed lengths would be that of one length.)"""
         return sum(self.computed) / self.tokens
 
 
 class Load:
-    """Requests of all lengths, from several callers in turn, each with a connection, who ask in one of the ways."""
+    """Sends requests of all lengths, from several callers in turn, each with a connection; all ask in the same way."""
 
     def __init__(self, victim: Victim, way: type[Way]) -> None:
         self._way = way
@@ -108,9 +112,10 @@ class Load:
         ]
         self._random = np.random.default_rng(0)
         self._round: list[int] = []
-        """Which are next in a closed loop: all lengths come equally often, or capacities would differ by what was
-        drawn. In an open one, what is refused would then be shorter than what is accepted: where a long one has filled
-        the server, those that are left in its round are shorter.
+        """Which requests are next in a closed loop. There, lengths come in rounds, so that all come equally often;
+        otherwise the capacity would depend on what was drawn. An open loop has no rounds: when a long request has
+        filled the server, those left in its round are shorter, so that what is refused would be shorter than what is
+        accepted.
         """
         self._numbers = count()
 
@@ -129,8 +134,8 @@ class Load:
         return self._round.pop()
 
     async def _ask(self, which: int, answers: Answers, due: float) -> None:
-        """Makes one call. What is computed counts if that is within `answers.counted`; times are from when the call was
-        due.
+        """Makes one call. A computed answer counts if it comes within `answers.counted`. Times are from when the call
+        was due.
         """
         length, request = self._requests[which]
         answers.calls += 1
@@ -149,7 +154,7 @@ class Load:
             answers.tokens += length
 
     async def closed(self, in_flight: int, seconds: float) -> Answers:
-        """So many calls at a time, for some seconds."""
+        """Keeps so many calls in flight for some seconds."""
         async with self._measured(seconds) as answers:
 
             async def caller() -> None:
@@ -160,7 +165,7 @@ class Load:
         return answers
 
     async def open(self, rate: float, seconds: float) -> Answers:
-        """So many calls a second, at random times (a Poisson process), whatever becomes of them."""
+        """Makes so many calls a second, at random times (a Poisson process), without waiting for their answers."""
         due = perf_counter()
         async with self._measured(seconds) as answers, asyncio.TaskGroup() as calls:
             while (due := due + self._random.exponential(1 / rate)) < answers.counted[1]:
@@ -171,7 +176,7 @@ class Load:
 
     @asynccontextmanager
     async def _measured(self, seconds: float) -> AsyncIterator[Answers]:
-        """What is seen of a load that the block makes for so many seconds."""
+        """The answers to a load that the block makes for so many seconds."""
         now = perf_counter()
         answers = Answers((now + LEAD * seconds, now + seconds))
         watch = asyncio.create_task(self._watch_processor(answers))
@@ -187,7 +192,7 @@ class Load:
 
 
 def _delay(status: Status) -> float | None:
-    """After how many seconds to come back, as the error says."""
+    """After how many seconds to come back, if the error says so."""
     for detail in status.details:
         info = RetryInfo()
         if detail.Unpack(info):
@@ -206,7 +211,7 @@ class Watch:
 
 @contextmanager
 def watched(victim: Victim) -> Iterator[Watch]:
-    """Looks ten times a second while the block runs, over HTTP and gRPC by connections of its own."""
+    """Looks ten times a second while the block runs, over HTTP and gRPC, on connections of its own."""
     watch, stop = Watch(), threading.Event()
     process = psutil.Process(victim.process.pid)
 
@@ -289,7 +294,7 @@ async def _measure(victim: Victim, seconds: float, way: type[Way]) -> list[Figur
 
 
 def run(minutes: float, way: type[Way] = Stream) -> list[Figure]:
-    """Does it, for a minute of overload at most, by callers who ask in one of the ways."""
+    """Runs the experiment, with a minute of overload at most, by callers who ask in this way."""
     with tempfile.TemporaryDirectory(prefix="attnserve-overload-") as directory:
         layers = encoder.write(Path(directory))
         victim = Victim("--layers", str(layers), "--cache-bytes", "1MiB", "--log-level", "error")

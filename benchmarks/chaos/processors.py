@@ -1,7 +1,7 @@
-"""Callers and a server on processors of their own, as they have on machines of their own.
+"""Gives callers and a server processors of their own, as they would have on machines of their own.
 
-A flood takes as much of a processor to send as to refuse. Where both share one machine, that would be taken from the
-server, and the experiment would measure its callers.
+To send a flood of calls takes as much processor time as to refuse it. If both shared processors, the callers would take
+that time from the server, and the experiment would measure its callers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from benchmarks.chaos.victim import Victim
 
 @contextmanager
 def apart(victim: Victim) -> Iterator[tuple[int, int]]:
-    """Starts a server on half of the processors that this process may use, and keeps this process to the others; how
-    many each has. Where there is one, or no way to choose, they share.
+    """Starts a server on half of the processors that this process may use, and keeps this process to the others. Tells
+    how many each has. If there is only one processor, or no way to choose, they share.
     """
     if not hasattr(os, "sched_setaffinity"):
         with victim:

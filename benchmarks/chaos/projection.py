@@ -15,14 +15,14 @@ NAME: Final = "projection"
 SPARE: Final = "spare"
 """The same layer by another name, defined but not loaded at the start."""
 SPARE_FILE: Final = "spare.toml"
-"""Where it is defined."""
+"""The file with its definition."""
 WIDTH, HEADS = 64, 4
 TOLERANCE: Final = 1e-5
 """How far an output may be from the exact one: it is a sum of 64 products of such sums, in float32."""
 
 
 def write(directory: Path) -> Path:
-    """Writes the layer into a directory; the file of definitions that the server is to load."""
+    """Writes the layer into a directory. Returns the file of definitions that the server is to load."""
     save_file({f"{name}.weight": weight for name, weight in _weights().items()}, directory / "projection.safetensors")
     for name, file in ((NAME, "layers.toml"), (SPARE, SPARE_FILE)):
         parameters = "".join(f'"{each}.weight" = "{each}.weight"\n' for each in _weights())
@@ -46,7 +46,7 @@ def expected(inputs: Array) -> Array:
 
 @cache
 def _weights() -> dict[str, Array]:
-    """Weights that keep the size of what they are applied to."""
+    """Random weights; what they are multiplied with keeps about the same size."""
     random = np.random.default_rng(0)
     normal = random.standard_normal((4, WIDTH, WIDTH), dtype=np.float32) * np.float32(WIDTH**-0.5)
     return dict(zip(("query", "key", "value", "output"), normal, strict=True))

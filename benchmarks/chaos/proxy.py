@@ -19,7 +19,7 @@ START_S: Final = 30.0
 
 
 class _Connection:
-    """One connection through the proxy. Lives on its loop."""
+    """One connection through the proxy. It is used on the proxy's loop only."""
 
     def __init__(self, caller: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self.caller = caller
@@ -30,11 +30,11 @@ class _Connection:
         self._half_closed = False
 
     def can(self, fault: Fault) -> bool:
-        """Whether it can be done: it has not ended, nor is written to what is half closed."""
+        """Whether a fault is possible: not if the connection has ended, nor by writing to one that is half closed."""
         return not self.caller.transport.is_closing() and not (self._half_closed and fault == "garbage")
 
     def do(self, fault: Fault) -> None:
-        """Does what is bad."""
+        """Does a fault to the connection."""
         if fault == "cut":
             self.close()
         elif fault == "stall":
@@ -47,7 +47,7 @@ class _Connection:
             self.caller.write(os.urandom(100))
 
     def close(self) -> None:
-        """Ends both ends without a word."""
+        """Closes both ends at once."""
         self.flows.set()
         for writer in (self.caller, self.server):
             writer.transport.abort()
@@ -69,7 +69,7 @@ class Proxy:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
 
     def do(self, fault: Fault) -> None:
-        """Does something bad to all connections."""
+        """Does a fault to all connections."""
         self._loop.call_soon_threadsafe(self._do, fault)
 
     def _do(self, fault: Fault) -> None:

@@ -1,7 +1,7 @@
 """Requests whose answers are known: small attentions of many shapes, each with its number in its values.
 
-Every value begins with the number, so that every row of the answer does, whatever the weights: an answer that was meant
-for another caller is told from one that is merely wrong.
+Every row of the values begins with the number, so that every row of the answer does, whatever the weights are. This
+tells an answer that was meant for another caller from one that is merely wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Question:
 
     @classmethod
     def numbered(cls, number: int, shape: int | None = None) -> Self:
-        """The question of a number, always the same; of the shape that another one has."""
+        """The question with this number, always the same. `shape`: the number of a question with the same shape."""
         random = np.random.default_rng(number if shape is None else shape)
         heads, length, keys = (int(random.integers(1, most)) for most in (4, 17, 33))
         causal = bool(random.integers(2))
@@ -52,7 +52,7 @@ class Question:
         return cls(number, query, key, value, causal)
 
     def judge(self, output: Array) -> Verdict:
-        """What an answer to it is."""
+        """Whether an answer to it is right."""
         if output.shape != self.query.shape:
             return Verdict.ANOTHERS
         fingerprint = self.number % FINGERPRINTS

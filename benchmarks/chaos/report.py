@@ -13,7 +13,7 @@ WIDTH: Final = 120
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 HEADING: Final = "### "
 SECTION: Final = f"\n\n{HEADING}"
-"""What begins the section of an experiment, behind another."""
+"""What separates the section of an experiment from the one before."""
 
 
 def report(result: Result) -> str:
@@ -52,8 +52,8 @@ def _section(outcome: Outcome) -> str:
 
 
 def with_kept(document: str, text: str) -> str:
-    """A text with the sections that a document has between its markers and the text has not, in the document's order:
-    of experiments that were made elsewhere, and whose JSON file is not here.
+    """The text, with those sections of the document that the text lacks, in the document's order. They are of
+    experiments that were run elsewhere, so that their JSON file is not here.
     """
     sections = _sections(document.partition(BEGIN)[2].partition(END)[0]) | _sections(text)
     return "\n\n".join(HEADING + each for each in sections.values())

@@ -1,4 +1,4 @@
-"""The overload of `overload.py`, by callers who come back: the SDK sends again what a full server has refused."""
+"""The overload of `overload.py`, by callers with the SDK: it sends refused calls again when the server has room."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ PROMISE: Final = (
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, for a minute of overload at most."""
+    """Runs the experiment, with a minute of overload at most."""
     return overload.run(minutes, Sdk)

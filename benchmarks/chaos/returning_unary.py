@@ -1,4 +1,4 @@
-"""The overload of `returning.py`, where the SDK makes each call an RPC."""
+"""The overload of `returning.py`, with unary calls of the SDK."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ PROMISE: Final = "The same with the SDK's unary calls."
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, for a minute of overload at most."""
+    """Runs the experiment, with a minute of overload at most."""
     return overload.run(minutes, SdkUnary)

@@ -19,16 +19,16 @@ SERVERS: Final = 3
 TRANSPORTS: Final[tuple[Literal["stream", "unary"], ...]] = ("stream", "unary")
 CALLERS: Final = 2
 DELAY: Final = "1s"
-"""Long enough for clients to be told that a server is not ready, on a machine that is busy."""
+"""How long a server takes calls after it is told to end: enough for clients to notice, even on a busy machine."""
 
 
 def address_of(victims: Sequence[Victim]) -> str:
-    """The address of all of them together."""
+    """One address that lists all servers."""
     return "ipv4:" + ",".join(victim.address for victim in victims)
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it."""
+    """Runs the experiment."""
     del minutes
     with ExitStack() as stack:
         victims = [Victim("--drain-delay", DELAY) for _ in range(SERVERS)]
@@ -50,7 +50,7 @@ def run(minutes: float) -> list[Figure]:
 
 
 def _under_load(victims: Sequence[Victim]) -> dict[str, Tally]:
-    """Starts each again while callers of four kinds are busy; what came of their calls."""
+    """Restarts each server while callers of four kinds are busy; returns the outcomes of their calls."""
     tallies: dict[str, Tally] = {}
     with ExitStack() as stack:
         for transport in TRANSPORTS:

@@ -34,28 +34,29 @@ PROMISE: Final = (
     "its number in its values)."
 )
 PAUSE_S: Final = 0.01
-"""Between one thing that a caller does and the next, so that no kind crowds out the others."""
+"""The pause of a caller between two turns, so that no kind crowds out the others."""
 FLAGS: Final = ("--cache-bytes", "16MiB", "--cache-page-bytes", "16KiB", "--log-level", "error")
 WARM_UP: Final = 0.3
 """The share of the time after which memory is to stay flat."""
 GROWTH: Final = 5.0
-"""By how much it may grow, in percent; promised where there are minutes to tell growth from warm-up."""
+"""By how much memory may grow, in percent. This is promised only if a run is long enough to tell growth from warm-up.
+"""
 POOLS: Final = 4
-"""So many threads more or less gRPC keeps for what it did last: its pools breathe. A leak would have thousands."""
+"""gRPC's pools of threads grow and shrink with what it did last, by so many threads. A leak would have thousands."""
 LEAST_MINUTES: Final = 2.0
 TASKS: Final = re.compile(r"^tasks: (\d+)$", re.MULTILINE)
 DONE: Final = (
     "cancelled", "too late", "newcomers", "vanished", "garbage", "refused", "mutated", "caches", "large", "applied",
     "layers loaded",
 )  # fmt: skip
-"""What callers of all kinds count that is to happen at all."""
+"""What must have happened at least once, as callers of all kinds count it."""
 WRONG: Final = ("wrong answers of caches", "wrong answers to large ones", "wrong answers of layers")
 NOTHING_LEFT: Final = ("in_flight_requests", "in_flight_bytes", "queue_requests", "queue_bytes", "streams", "caches")
 
 
 @dataclass(slots=True)
 class _Footprint:
-    """What a process has."""
+    """How much of the system a process uses."""
 
     threads: int
     descriptors: int
@@ -63,7 +64,7 @@ class _Footprint:
 
 
 def _growth(resident: Sequence[int]) -> float:
-    """By how much the last third of samples is above the first after warm-up, in percent; medians of each."""
+    """By how much the last third of the samples after warm-up is above the first, in percent, by their medians."""
     after = resident[int(len(resident) * WARM_UP) :]
     third = max(1, len(after) // 3)
     first, last = statistics.median(after[:third]), statistics.median(after[-third:])
@@ -71,7 +72,7 @@ def _growth(resident: Sequence[int]) -> float:
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it."""
+    """Runs the experiment."""
     with (
         TemporaryDirectory(prefix="attnserve-soak-") as directory,
         Victim(*FLAGS, "--layers", str(projection.write(Path(directory))), module="benchmarks.chaos.counted") as victim,
@@ -79,7 +80,7 @@ def run(minutes: float) -> list[Figure]:
         process = psutil.Process(victim.process.pid)
         own = psutil.Process()
         record = Record(victim.address, victim.http_address)
-        for kind in KINDS.values():  # so that what is made once is there before it is counted
+        for kind in KINDS.values():  # one turn of each first: what is made only once is not to count as growth
             with Client(victim.address) as client:
                 kind(client, np.random.default_rng(0), record)
         once = record.counts.copy()
@@ -123,7 +124,7 @@ def run(minutes: float) -> list[Figure]:
 
 
 def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds: float) -> list[int]:
-    """The resident memory, once in a while."""
+    """Runs callers of all kinds, and returns samples of the server's resident memory."""
     samples = []
     with ExitStack() as stack:
         for transport in TRANSPORTS:
@@ -142,7 +143,7 @@ def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds
 
 @contextmanager
 def _repeating(kind: Kind, client: Client, random: np.random.Generator, record: Record) -> Iterator[None]:
-    """A kind of caller, over and over while the block runs. Whatever it did not expect is raised."""
+    """Has a caller of this kind take its turn again and again while the block runs. Raises what it did not expect."""
     stop = threading.Event()
     failures: list[Exception] = []
 
@@ -167,7 +168,7 @@ def _repeating(kind: Kind, client: Client, random: np.random.Generator, record: 
 
 
 def _settled(victim: Victim, process: psutil.Process, no_more_than: _Footprint | None) -> _Footprint:
-    """What the server has when all that is going on has ended: it no longer changes, or is down to what it was."""
+    """What the server uses once nothing is in flight, and it no longer changes or is down to what it was."""
     end, last = monotonic() + PATIENCE_S, None
     for _ in itertools.count():
         sleep(1.0)
@@ -181,7 +182,7 @@ def _settled(victim: Victim, process: psutil.Process, no_more_than: _Footprint |
 
 
 def _own(process: psutil.Process, no_more_than: tuple[int, int] | None = None) -> tuple[int, int]:
-    """The descriptors and threads of this process; gRPC ends those of a channel some time after it is closed."""
+    """The descriptors and threads of this process. gRPC ends those of a channel only some time after it is closed."""
     end = monotonic() + PATIENCE_S
     while True:
         gc.collect()  # an event loop that is over lies in cycles, and gRPC's poller with it

@@ -1,7 +1,7 @@
-"""Callers of all kinds, good and bad: each does one thing over and over, with a server that must bear it.
+"""Callers of all kinds, good and bad. Each does one thing again and again, to a server that must bear it.
 
-Every kind is a function of a server's address, a source of randomness and a record: it does its thing once. What comes
-back is checked wherever it can be.
+Every kind is a function of a client, a source of randomness and a record, for one turn of such a caller. Answers are
+checked wherever they can be.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_KEYS: Final = 4096
 
 
 class Record:
-    """What came of it: questions in `tally`, all else counted by what it was."""
+    """What happened: questions in `tally`, everything else in `counts`, by its name."""
 
     def __init__(self, address: str, http_address: str) -> None:
         self.address: Final = address
@@ -104,7 +104,7 @@ def vanishing(client: Client, random: np.random.Generator, record: Record) -> No
 
 
 def garbage(client: Client, random: np.random.Generator, record: Record) -> None:
-    """Connects to a port, says what makes no sense, or half of something, and goes."""
+    """Connects to a port, sends garbage or half of something, and goes."""
     for address, word in ((record.address, b"PRI * HTTP/2.0\r\n"), (record.http_address, b"GET /metrics HTT")):
         host, port = parse_address(address)
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
@@ -113,7 +113,7 @@ def garbage(client: Client, random: np.random.Generator, record: Record) -> None
 
 
 def bad_input(client: Client, random: np.random.Generator, record: Record) -> None:
-    """Asks for what breaks the contract; it must be told so."""
+    """Sends requests that break the contract, and must be told so."""
     question = record.tally.question()
     wrong: list[Mapping[str, Any]] = [
         {"scale": float("nan")},
@@ -141,7 +141,9 @@ def bad_input(client: Client, random: np.random.Generator, record: Record) -> No
 
 
 def caching(client: Client, random: np.random.Generator, record: Record) -> None:
-    """Fills a cache, forks it, cuts it off, attends to both, deletes them, or lets the lease of what was forked end."""
+    """Fills a cache, forks it, truncates it, attends to both and deletes them. At times it leaves another fork behind,
+    whose lease ends.
+    """
     with client.create_cache(2, 8) as cache:
         key, value = random.standard_normal((2, 2, int(random.integers(1, 200)), 8), dtype=np.float32)
         cache.append(key, value)
@@ -176,7 +178,7 @@ def large(client: Client, random: np.random.Generator, record: Record) -> None:
 
 
 def applying(client: Client, random: np.random.Generator, record: Record) -> None:
-    """Applies a resident layer, and at times another that it loads for that, and unloads."""
+    """Applies a resident layer; at times also another one, which it loads before and unloads after."""
     name = projection.NAME
     if own := record.counts["applied"] % 8 == 0:
         (loaded,) = client.layers.load(projection.SPARE_FILE)
@@ -193,7 +195,7 @@ def applying(client: Client, random: np.random.Generator, record: Record) -> Non
 
 
 def _encoded(question: Any) -> pb.AttendRequest:
-    """The request, with an axis more."""
+    """The question as a request, with one more axis."""
     request = pb.AttendRequest(causal=question.causal)
     for name in ("query", "key", "value"):
         array, tensor = getattr(question, name), getattr(request, name)

@@ -1,4 +1,4 @@
-"""The overload of `overload.py`, by callers each of whose calls is an RPC."""
+"""The overload of `overload.py`, with unary calls."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ PROMISE: Final = (
 
 
 def run(minutes: float) -> list[Figure]:
-    """Does it, for a minute of overload at most."""
+    """Runs the experiment, with a minute of overload at most."""
     return overload.run(minutes, Unary)

@@ -1,4 +1,4 @@
-"""A server to be hurt: a process of its own that can be told to end, be killed, and be started again where it was."""
+"""A server to experiment on: a process of its own, which can be told to end, killed, and started again on its ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Victim:
         self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed in __exit__
         self._process: subprocess.Popen[str] | None = None
         self.ends: list[int] = []
-        """The exit statuses of its lives that are over."""
+        """The exit status of each process that has ended."""
 
     def start(self) -> None:
         """Starts it and waits until it is ready. RuntimeError if it does not become so."""
@@ -89,7 +89,7 @@ class Victim:
         return status
 
     def stderr(self) -> str:
-        """What it has written to standard error, in all its lives."""
+        """What all its processes have written to standard error."""
         self._errors.seek(0)
         return self._errors.read()
 

@@ -1,5 +1,5 @@
-"""The ways to ask a server: calls on a stream, made once, each as an RPC, as any gRPC client can, and by the SDK, which
-sends again.
+"""The ways to ask a server: calls on a stream and unary calls, made once, as any gRPC client can make them; and both by
+the SDK, which sends refused calls again.
 
 In: the address of the server, and requests. Out: a reply each, with the error of a call that failed in it.
 """
@@ -27,13 +27,13 @@ class Way(Protocol):
     """One caller, who has a connection of its own."""
 
     told_within: ClassVar[float]
-    """How many seconds it should take, by the median, until it is told that the server is full."""
+    """By the median, how many seconds it should take until a caller is told that the server is full."""
     slower: ClassVar[float | None]
-    """How many times as long as at 90 % load it may take what is accepted, by the 99th percentile. None: it has perhaps
-    come back, and no bound is promised.
+    """How many times as long as at 90 % load accepted calls may take, by the 99th percentile. None if no bound is
+    promised, because calls may have waited and come back.
     """
     timeout: ClassVar[float | None]
-    """How many seconds a call waits for its reply, and so for room, too; None: without end."""
+    """How many seconds a call waits for its reply, and so for room, too; None for no limit."""
 
     def __init__(self, address: str) -> None: ...
 
@@ -92,7 +92,7 @@ class Stream:
 
 
 class Unary:
-    """One caller: each call an RPC."""
+    """One caller: unary calls on one channel."""
 
     told_within: ClassVar[float] = 0.01
     slower: ClassVar[float | None] = 3.0
@@ -120,7 +120,7 @@ class Unary:
 
 
 class Sdk:
-    """One caller: the SDK as it comes, which asks a full server again when that says, if it answers others."""
+    """One caller: the SDK as it comes. It asks a full server again when that says so, if the server answers others."""
 
     transport: ClassVar[Literal["stream", "unary"]] = "stream"
 
@@ -132,7 +132,7 @@ class Sdk:
         self._client = AsyncClient(address, transport=self.transport, timeout=self.timeout)
 
     async def ask(self, request: pb.ApplyRequest) -> pb.AttendStreamReply:
-        """Whether one call was answered, after all attempts."""
+        """The reply to one call, after all attempts, without the result: that there is one, or the error."""
         try:
             await self._client.apply(request.layer, np.frombuffer(request.input.data, "<i8"))
         except AttnServeError as error:
@@ -150,6 +150,6 @@ class Sdk:
 
 
 class SdkUnary(Sdk):
-    """The same, with an RPC for each call."""
+    """The same with unary calls."""
 
     transport = "unary"
