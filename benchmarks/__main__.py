@@ -2,7 +2,7 @@
 
 All are measured in turn, round after round, in one run; figures are medians over the rounds. The tables go to the
 terminal, all figures to a JSON file, from which `python -m benchmarks.report` writes docs/performance.md. If the run is
-cut off, that has what was measured by then.
+cut off, the JSON file has what was measured by then.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from benchmarks.waiting import Waiting, waiting
 
 DEFAULT_JSON: Final = Path("bench-results/bench.json")
 PARTIAL_JSON: Final = DEFAULT_JSON.with_name("partial.json")
-"""So that what was measured of a part does not replace what documents were made from."""
+"""The JSON file of a run that measures only a part: the one that documents are made from stays."""
 LARGE_BYTES: Final = 4 << 20
-"""From messages of this size on, the C library keeps as much as it can be made to."""
+"""The message size at which the C library is made to keep as much memory as it can."""
 SPINNER: Final = 3
-"""Columns of a terminal that a line of progress cannot have: the spinner, a space, and the last one."""
+"""The columns of a terminal that a line of progress cannot use: the spinner, a space, and the last one."""
 PEERS: Final[dict[str, Peer]] = {peer.name.lower(): peer for peer in (Triton(), Mosec())}
 
 
@@ -202,8 +202,8 @@ def main() -> None:
 
 
 def progress_line(text: str) -> Text:
-    """What is being done, in one line of the terminal, which may be narrower than the tables: only a single line can be
-    overwritten by the next.
+    """What is being done, cut to one line of the terminal, which may be narrower than the tables: the next text can
+    overwrite a single line only.
     """
     line = Text(text)
     line.truncate(shutil.get_terminal_size().columns - SPINNER, overflow="ellipsis")

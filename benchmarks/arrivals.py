@@ -104,8 +104,8 @@ class OpenLoop:
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
-    """An event loop whose timers are as precise as the system's. A timer thread instead would, at each request, take
-    the interpreter from the loop, and CPU time from the servers that are measured.
+    """An event loop whose timers are as precise as the system's. A thread with timers would be worse: at each request,
+    it would take the interpreter from the loop, and CPU time from the servers that are measured.
     """
     return asyncio.SelectorEventLoop(_PreciseSelector())
 

@@ -22,8 +22,8 @@ class SequenceCaches:
         self._opened: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def prepare(self, address: str, count: int, tokens: int, make: Callable[[Client, int], Cache]) -> None:
-        """Has `make` create the caches of `count` sequences, of `tokens` each, on a service that does not have them; or
-        cuts off what has been appended to them.
+        """Has `make` create the caches of `count` sequences, of `tokens` each, if the service does not have them yet;
+        otherwise cuts off what has been appended to them.
         """
         with Client(address) as client:
             if not self._names or self._names[0] not in {cache.name for cache in client.caches.list()}:

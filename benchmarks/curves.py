@@ -29,8 +29,8 @@ MANY: Final = 64
 
 @dataclass(frozen=True)
 class Growing:
-    """A variable, its description and unit, and the workload at each of its values. Peers are measured with their
-    settings for the workload `tuned`; not at all if that is None.
+    """A variable, its description and unit, and the workload at each of its values. Peers are measured with the
+    settings that are fastest for the workload `tuned`; not at all if that is None.
     """
 
     name: str
@@ -69,7 +69,7 @@ BYTES_A_TOKEN: Final = 2 * HEAD_DIM * 4
 
 
 ALONE: Final = Attention("curves with 1 in flight", 1, (1024,))
-"""The workload for which peers are tuned that are to be measured on curves with one request in flight."""
+"""The workload that peers are tuned for, where curves have one request in flight."""
 
 
 def _concurrency(workload: Workload, description: str, tuned: str | None = None) -> Growing:
@@ -181,7 +181,7 @@ def _curve(
 
 def _point(loop: asyncio.Runner, way: Way, name: str, value: int, workload: Workload, seconds: float) -> Point:
     check(loop, workload, name, way)
-    # With many requests in flight, a short time is enough for few rounds of them only.
+    # With many requests in flight, each would be answered only a few times in a short time.
     figures = closed(loop, way, workload, seconds * max(1.0, workload.in_flight / MANY))
     rate, cpu = figures["requests_per_second"], figures["server_cpu_us"]
     assert rate is not None

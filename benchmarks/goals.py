@@ -75,7 +75,7 @@ def _of_torch(result: WorkloadResult) -> float | None:
 
 
 def _tail_of_peer(result: WorkloadResult) -> float | None:
-    """The 99th percentile at the highest share of the server's own capacity, over the lowest one of a peer."""
+    """The 99th percentile at the highest share of the server's own capacity, over that of the peer with the lowest."""
     share = max((each.share for each in result.open), default=0.0)
     own, others = None, []
     for each in result.open:

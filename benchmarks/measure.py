@@ -41,7 +41,7 @@ NO_COMPUTE: Final = "transport, stream"
 """The same to a server that computes nothing."""
 
 ATTEMPTS: Final = 3
-"""The maximum number of times that a measurement is made, while other processes take too much of the machine."""
+"""How often a measurement is made at most, if other processes take too much of the machine meanwhile."""
 
 SHARES: Final = (0.5, 0.9)
 """The shares of capacity at which open loops run."""
@@ -51,7 +51,7 @@ OPEN_SECONDS: Final = 4.0
 
 @dataclass(frozen=True)
 class Way:
-    """A way of calling: the server, None for torch in process; the load generator; the peer, if that is called."""
+    """A way of calling: the server, or None for torch in process; the load generator; the peer, if it is a peer's."""
 
     server: Running | None
     load: Load

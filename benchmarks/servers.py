@@ -177,8 +177,8 @@ def _ending(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 @contextmanager
 def _killing(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Ends a peer, and all processes that it has started, at the end of the block. Those that wait for something
-    cancelled, as Triton does for streams, are killed.
+    """Ends a peer, and all processes that it has started, at the end of the block. If they do not end in time, they are
+    killed: Triton, for example, waits for streams that were cancelled.
     """
     try:
         yield

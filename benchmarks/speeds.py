@@ -64,7 +64,7 @@ def to_three_digits(value: float) -> str:
 
 
 def _rate(result: WorkloadResult, way: str) -> str:
-    """Requests per second; empty where nobody was asked that way."""
+    """Requests per second; empty for a way that was not measured."""
     way = way or result.best_peer() or ""
     value = result.median(way, "requests_per_second") if way in result.ways else None
     return "" if value is None else to_three_digits(value)

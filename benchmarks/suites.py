@@ -13,7 +13,7 @@ from benchmarks.workloads import CUDA_WORKLOADS, WORKLOADS
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured on a device; `opened` names the workloads of open loops."""
+    """What is measured on a device; `opened` names the workloads that also have open loops."""
 
     workloads: Mapping[str, Workload]
     curves: Sequence[Growing]

@@ -241,7 +241,7 @@ def _busy(figures: Figures, cores: int) -> str:
 
 
 def _latency(figures: Figures, name: str) -> str:
-    """A latency in µs: from a tenth of a second on, as on a busy machine, three of them would be too wide in full."""
+    """A latency in µs. From a tenth of a second on, as on a busy machine, it is shortened: three would be too wide."""
     figure = figures[name]
     return _shown(figures, name) if figure is None or figure.median < 99_999.5 else f"{figure.median / 1e3:,.0f} k"
 

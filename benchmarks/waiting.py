@@ -35,15 +35,16 @@ SIZES: Final = (1 << 16, 1 << 20, 6 << 20)
 TOTAL: Final = 192 << 20
 """The bytes that wait in the end."""
 FIRST: Final = 4
-"""Memory is first measured when one in this many of the requests waits: what a measurement takes, and the buffers that
-remain, are there once, however many requests wait."""
+"""Memory is measured when one in this many of the requests waits, and again when all do. The difference leaves out what
+is there only once, however many wait: what a measurement itself takes, and buffers that remain.
+"""
 MOST: Final = 1000
 """The service stops reading from a stream with more unanswered calls."""
 QUEUED: Final = "attnserve_queue_requests"
 PATIENCE_S: Final = 60.0
 POLL_S: Final = 0.01
 RUNS: Final = 3
-"""How often each is measured: memory that the allocator happens to keep is as much as that of some requests."""
+"""How often each is measured: the allocator may happen to keep as much memory as some requests take."""
 FLAGS: Final = (
     *("--max-wait", "1h", "--max-queue-time", "0", "--max-batch-requests", "4096", "--max-batch-flops", "1e15"),
     *("--max-flops", "1e15", "--cache-bytes", "1MiB"),

@@ -49,10 +49,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class Ranking:
-    """The histories of users: here, as a database would have them, and in the service as far as they have been needed.
+    """The histories of users: all of them here, as a database would have them; in the service those that were needed.
 
-    Only this process writes to the caches that it makes, and a history only grows: so a cache lacks exactly what comes
-    after its length.
+    Only this process writes to the caches that it makes, and a history only grows. So a cache lacks exactly the items
+    of its history beyond the cache's length.
     """
 
     def __init__(self, client: AsyncClient, embeddings: Floats, *, timeout: float) -> None:
@@ -66,7 +66,7 @@ class Ranking:
         self.histories: defaultdict[int, list[int]] = defaultdict(list)
         """The items that each user has looked at, the oldest first."""
         self.failures: Counter[str] = Counter()
-        """The errors because of which rankings were by popularity."""
+        """The errors that made rankings fall back to popularity, counted."""
 
     @property
     def resident(self) -> int:
@@ -159,7 +159,7 @@ async def demonstrate(options: argparse.Namespace, address: str | list[str]) -> 
     rng = np.random.default_rng(0)
     embeddings = rng.standard_normal((ITEMS, HEADS, WIDTH), np.float32)
     async with AsyncClient(address) as client:
-        # Or each ranking would find out by itself that no service is there.
+        # Without this, each ranking would find out by itself that no service is there.
         await client.server_info(timeout=PATIENCE_S)
         ranking = Ranking(client, embeddings, timeout=options.timeout)
         for user in range(options.users):

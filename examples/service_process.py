@@ -1,7 +1,7 @@
 """The service as a process of its own, on free ports of this machine, for as long as it is needed.
 
-In: only an interpreter with `attnserve[server]`. Out: a `Service` that says where it listens; and, for examples that
-use one that runs already, the type of the flag that says where.
+In: only an interpreter with `attnserve[server]`. Out: a `Service` that says where it listens; and the type of the flag
+by which an example is told the address of a service that runs already.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ STREAM: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 ID_FIELD: Final = 3
-"""The id's field in requests and responses. Otherwise only the two fields below are read of a stream's responses."""
+"""The id's field in requests and responses. Of a stream's responses, only this field and the two below are read."""
 ERROR_FIELD, RESPONSE_FIELD = 1, 2
 
 

@@ -1,7 +1,7 @@
 """`make bench-tune`: the settings with which each peer is the fastest, workload by workload, on this machine.
 
-In: the settings to try. Out: a line each, and settings.json beside this file, from which the benchmark takes them: so
-that a peer is measured at its best. Run it on a quiet machine; it takes half an hour.
+In: the settings to try. Out: a line for each; and settings.json beside this file, from which the benchmark takes the
+fastest, so that a peer is measured at its best. Run it on a quiet machine; it takes half an hour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def variants(peer: Peer, workload: Workload) -> list[dict[str, int]]:
     """The settings to try: splits of the cores into processes and threads, and the maximum batch size."""
     cores = usable_cpus()
     processes = "instances" if isinstance(peer, Triton) else "workers"
-    # Mosec waits until a batch is full, or its time is over: each time, if batches may have more than is in flight.
+    # Mosec waits until a batch is full, or its time is over. If batches may have more requests than are in flight, it
+    # always waits for the time.
     parts = (workload.in_flight, workload.in_flight // 2, workload.in_flight // 4)
     batches = sorted({64, 1, *(part for part in parts if part and isinstance(peer, Mosec))}, reverse=True)
     shared = {(1, 1), (1, cores), (cores, 1)} if workload.in_flight > 1 else {(1, 1), (1, cores)}
