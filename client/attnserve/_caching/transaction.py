@@ -3,7 +3,8 @@ after the other.
 
 In: a `Plan`. Out: its result, or the error. There are two ways to carry out a plan:
 
-- A `Transaction` is for callers who get a future. The thread that brings a reply takes the next step.
+- A `Transaction` is for callers who get a future. Whatever brings a reply, a thread or the event loop, takes the next
+  step.
 - `perform` is for a thread that waits for the result. That thread takes the steps itself, so that no other has to be
   woken.
 
@@ -60,7 +61,7 @@ class Transaction(Turn, Generic[T]):
         self._answer: AnyFuture | None = None
         """The future of the request that is in flight."""
         self._beginner: int | None = None
-        """The thread that is in `begin`."""
+        """The thread that is in `begin`, where an interrupt is for the caller."""
         self._begun = False
         """Whether the first step has been taken."""
         self._over = False

@@ -52,7 +52,7 @@ class CacheLine:
         """Whether a turn in this line may use the cache."""
         if len(self._turns) > 1 and turn is self._turns[-1] and not turn.alone:
             last = self._turns[-2]
-            if last.called and not last.alone:  # a reader behind a reader: no need to look at the whole front
+            if last.called and not last.alone:  # a reader behind one whose turn has come: no need to go through all
                 return True
         return turn in self.front()
 

@@ -316,7 +316,7 @@ class Multiplexer(Generic[T]):
         """Handles the end of a stream for another reason; `affected` are the calls in flight on it."""
         outcomes: list[Outcome[T]] = []
         is_full = retry.room_after(error) is not None
-        if stream == self._stream:  # a failed attempt also of calls about to be sent, or retries would have no bound
+        if stream == self._stream:  # calls about to be sent have failed, too, or their retries would have no bound
             affected += self._ready.calls
             self._ready.clear()
             if not is_full:

@@ -80,7 +80,7 @@ class CallFuture(Future[T], Generic[R, T]):
     def __init__(self, finish: Callable[[R], T]) -> None:
         super().__init__()
         self._finish = finish
-        self._calling = threading.RLock()  # not a `Lock`: a finalizer that runs in `settle` may add a callback
+        self._calling = threading.RLock()  # not a `Lock`: a finalizer that runs while it is held may add a callback
         self._calls_back = False
         """Whether a callback was ever added."""
         self.withdraw: Withdraw = _withdrawn_already
