@@ -139,7 +139,8 @@ class CallFuture(Future[T], Generic[R, T]):
         calls, self.calls, self.transport = self.calls, None, None
         span, self.span = self.span, None  # a second cancellation must not end it again
         withdraw, self.withdraw = self.withdraw, _withdrawn_already
-        if sys.is_finalizing() if calls is None else calls.lacks_threads:  # gRPC would wait for its threads
+        lacks_threads = sys.is_finalizing() if calls is None else calls.lacks_threads
+        if lacks_threads:  # gRPC, asked to cancel, would wait for them
             if withdraw is not _withdrawn_already:
                 self._tell_of_cancellation()
             return True
