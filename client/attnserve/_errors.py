@@ -22,6 +22,7 @@ details.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import grpc
@@ -41,7 +42,7 @@ class AttnServeError(Exception):
     """The root of the tree: every error with which a call can fail, except wrong uses of Python.
 
     - `code`: the status code that the call ended with, or the one that fits if no server was asked.
-    - `details`: the `google.rpc` details that came with the error: BadRequest, ErrorInfo, RetryInfo.
+    - `details`: the `google.rpc` details that came with the error: BadRequest, ErrorInfo, RequestInfo, RetryInfo.
     - `resent`: whether the call was sent again after an earlier attempt that may have been carried out, its reply lost.
     """
 
@@ -58,6 +59,14 @@ class AttnServeError(Exception):
         """The machine-readable reason (`google.rpc.ErrorInfo.reason`), if the server gave one."""
         info = self._info
         return None if info is None else str(info.reason) or None
+
+    @property
+    def request_id(self) -> str | None:
+        """The id of the request in the server's log, by which whoever operates the server finds the line (`request_id`)
+        of this error. Servers give it with their own faults, of which the log says more (`ServerError`); None
+        otherwise.
+        """
+        return _request_id(self.details)
 
     @property
     def _info(self) -> error_details_pb2.ErrorInfo | None:
@@ -199,7 +208,9 @@ class RequestCancelledError(AttnServeError):
 
 
 class ServerError(AttnServeError):
-    """The server failed to compute, or does not have the method."""
+    """The server failed to compute, or does not have the method. The message ends with the `request_id`, if there is
+    one.
+    """
 
     _default_code = grpc.StatusCode.INTERNAL
 
@@ -244,6 +255,7 @@ _CLASSES: Final[dict[grpc.StatusCode, type[AttnServeError]]] = {
 _DETAILS: Final[tuple[type[Message], ...]] = (
     error_details_pb2.BadRequest,
     error_details_pb2.ErrorInfo,
+    error_details_pb2.RequestInfo,
     error_details_pb2.RetryInfo,
 )
 
@@ -281,6 +293,8 @@ def _error(status: Status) -> AttnServeError:
         message = f"what answers there is no attnserve server, or an older one ({message})"
     if error_class is InvalidRequestError:
         return InvalidRequestError(message, field=_field(details), code=code, details=tuple(details))
+    if error_class is ServerError and (request_id := _request_id(details)) is not None:
+        message = f"{message} (request {request_id} in the server's log)"
     return error_class(message, code=code, details=tuple(details))
 
 
@@ -313,6 +327,13 @@ def is_of_message(error: AttnServeError) -> bool:
 def is_of_reply(error: AttnServeError) -> bool:
     """Whether an error is that of a message that is too long, and that message is a reply."""
     return isinstance(error, InvalidRequestError) and error._is_of_reply
+
+
+def _request_id(details: Iterable[Message]) -> str | None:
+    for detail in details:
+        if isinstance(detail, error_details_pb2.RequestInfo):
+            return str(detail.request_id) or None
+    return None
 
 
 def _field(details: list[Message]) -> str | None:

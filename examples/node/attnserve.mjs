@@ -27,7 +27,7 @@ const ARRAYS = {
 };
 
 // The error of a call. `code` is gRPC's, `reason` is the server's and never changes; `field` is the field that is
-// wrong, and `retryDelay` is in how many seconds there should be room.
+// wrong, `retryDelay` is in how many seconds there should be room, and `requestId` where the server's log says more.
 export class CallError extends Error {
   constructor({ code, message, details }) {
     super(message);
@@ -42,6 +42,8 @@ export class CallError extends Error {
         this.field = detail.field_violations[0].field;
       } else if (name === "google.rpc.RetryInfo") {
         this.retryDelay = seconds(detail.retry_delay);
+      } else if (name === "google.rpc.RequestInfo") {
+        this.requestId = detail.request_id;
       }
     }
   }

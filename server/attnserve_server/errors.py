@@ -17,7 +17,7 @@
     ├── Starting             UNAVAILABLE          ErrorInfo
     ├── CallerChanged        UNAVAILABLE          ErrorInfo
     ├── DeviceFailed         UNAVAILABLE          ErrorInfo
-    └── ComputationFailed    INTERNAL             ErrorInfo
+    └── ComputationFailed    INTERNAL             ErrorInfo, RequestInfo with the id in the log
 
 Messages concern only the request: no stack traces, no paths, nothing about other callers.
 """
@@ -303,12 +303,22 @@ class DeviceFailed(RequestError):
 
 
 class ComputationFailed(RequestError):
-    """A request whose computation failed on the device by itself, and not because of others."""
+    """A request whose computation failed on the device by itself, and not because of others: each has an error of its
+    own. The log has more of it than its caller is told.
+    """
 
     code = grpc.StatusCode.INTERNAL
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the computation failed: {what}", "COMPUTATION_FAILED")
+        self.request_id = ""
+        """The id of the request's line in the log; empty until that is known."""
+
+    def details(self) -> list[Message]:
+        """ErrorInfo, and RequestInfo with the id, by which whoever operates the server finds the line."""
+        if not self.request_id:
+            return super().details()
+        return [*super().details(), error_details_pb2.RequestInfo(request_id=self.request_id)]
 
 
 def error_for_caller(error: Exception) -> RequestError:

@@ -5,8 +5,9 @@ The service is the real one on a socket; the only fault is a reader of requests,
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import calls
 import grpc
@@ -28,6 +29,8 @@ from attnserve_server.rpc.stream import CallStream
 from attnserve_server.scheduling.batching import BatchQueue
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 SECRET = "/a/path/of/the/server"
 
@@ -72,27 +75,43 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     await server.stop(None)
 
 
-def check(status: status_pb2.Status) -> None:
-    """Asserts that the caller learns that the server failed, and nothing about how."""
+def check(status: status_pb2.Status, log: pytest.LogCaptureFixture, request_id: str) -> None:
+    """Asserts that the caller learns that the server failed, and nothing about how; and an id of that pattern, by which
+    that is found in the log.
+    """
     assert status.code == grpc.StatusCode.INTERNAL.value[0]
     assert SECRET not in str(status)
     assert "OSError" not in str(status)
     assert calls.detail(status, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
+    told = calls.detail(status, error_details_pb2.RequestInfo).request_id
+    assert re.fullmatch(request_id, told)
+    assert [record.request_id for record in log.records if hasattr(record, "request_id")] == [told]
+    assert SECRET in log.text
 
 
+own_id = pytest.mark.parametrize(
+    ("metadata", "request_id"), [((), r"rpc-\d+"), ((("x-request-id", "mine one"),), r"mine\?one")], ids=["", "own"]
+)
+"""With the id of a caller that gives one, as far as a log may have it, and with the server's own."""
+
+
+@own_id
 async def test_a_bug_ends_a_unary_call_without_its_words(
-    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture
+    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture, metadata: Metadata, request_id: str
 ) -> None:
     method = channel.unary_unary("/attnserve.v1.AttentionService/Apply")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await method(b"", timeout=calls.PATIENCE_S)
+        await method(b"", timeout=calls.PATIENCE_S, metadata=metadata)
     assert SECRET not in str(caught.value)
-    check(calls.status_of(caught.value))
-    assert SECRET in caplog.text
+    check(calls.status_of(caught.value), caplog, request_id)
 
 
-async def test_a_bug_fails_one_call_of_a_stream(channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture) -> None:
-    stream = channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")(timeout=calls.PATIENCE_S)
+@own_id
+async def test_a_bug_fails_one_call_of_a_stream(
+    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture, metadata: Metadata, request_id: str
+) -> None:
+    method = channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")
+    stream = method(timeout=calls.PATIENCE_S, metadata=metadata)
     good = messages.random_attend(0)
     requests = [calls.call(1, good), pb.AttendStreamCall(id=2, apply=pb.ApplyRequest()), calls.call(3, good)]
     await stream.write(pb.AttendStreamRequest(calls=requests).SerializeToString())
@@ -101,9 +120,8 @@ async def test_a_bug_fails_one_call_of_a_stream(channel: grpc.aio.Channel, caplo
         message = pb.AttendStreamResponse.FromString(await stream.read())
         replies |= {reply.id: reply for reply in message.replies}
     calls.assert_answers(replies[1].attend, good)
-    check(replies[2].error)
+    check(replies[2].error, caplog, f"{request_id}/2")
     calls.assert_answers(replies[3].attend, good)
-    assert SECRET in caplog.text
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
 

@@ -22,7 +22,8 @@ async function ask({ id, alone, request }) {
     answer.reply = await (alone ? client.attendAlone(request) : client.attend(request));
   } catch (error) {
     if (!(error instanceof CallError)) throw error;
-    answer.error = { code: error.code, message: error.message, reason: error.reason, field: error.field };
+    const { code, message, reason, field, requestId } = error;
+    answer.error = { code, message, reason, field, requestId };
   }
   process.stdout.write(`${JSON.stringify(answer, inJson)}\n`);
 }

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import accuracy
 import certificates
@@ -27,6 +27,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import strategies
 from cases import Case, Plan
+from conftest import POOL, Server
 from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,10 +36,8 @@ from messages import array
 from attnserve._requests.attend import encode_attend
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.tokens import digest, format_hash, new_token
+from benchmarks.chaos import faulty
 from scripts import protos
-
-if TYPE_CHECKING:
-    from conftest import Server
 
 EXAMPLE = protos.ROOT / "examples" / "node"
 PEER = Path(__file__).parent / "peer.mjs"
@@ -196,6 +195,24 @@ def test_what_is_wrong_is_said_and_others_go_on(peer: Peer, alone: bool) -> None
     assert (error["reason"], error["field"]) == ("INVALID_FIELD", "key.data")
     assert first.output == last.output
     accuracy.check(case, SimpleNamespace(output=array(first.output), lse=None, scores=None))
+
+
+def test_a_fault_of_the_server_has_its_id_in_the_log(ask_by: Callable[..., Peer], tmp_path: Path) -> None:
+    request = request_of(Plan().case(0))
+    query = array(request.query).copy()
+    query.flat[0] = faulty.FAULTS["kernel"]
+    request.query.data = query.tobytes()
+    server = Server((*POOL, "--log-format", "json"), tmp_path / "stderr", program=(faulty.__file__,))
+    try:
+        asker = ask_by(server.address)
+        errors = [*asker.ask(request), *asker.ask(request, alone=True)]
+        assert asker.close() == 0
+    finally:
+        status = server.stop()
+    assert status == 0
+    lines = [json.loads(line) for line in server.stderr().splitlines()]
+    logged = [line["request_id"] for line in lines if "request_id" in line]
+    assert [error.get("requestId") for error in errors] == logged
 
 
 def test_it_leaves_a_stream_when_it_is_asked_to(

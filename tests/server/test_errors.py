@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo
 from google.rpc.status_pb2 import Status
 
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.errors import (
     LIMIT_EXCEEDED,
+    ComputationFailed,
     DeadlineUnreachable,
     InvalidRequest,
     Overloaded,
@@ -62,3 +63,11 @@ def test_a_field_is_named_where_one_is_at_fault(field: str, violations: list[str
 )
 def test_times_are_told_however_short(needed: float, left: float, said: str) -> None:
     assert said in DeadlineUnreachable(needed, left).message
+
+
+def test_a_fault_has_the_id_of_its_line_in_the_log_once_that_is_known() -> None:
+    fault = ComputationFailed("a kernel")
+    assert [type(detail) for detail in fault.details()] == [ErrorInfo]
+    fault.request_id = "rpc-1/2"
+    assert fault.details()[1:] == [RequestInfo(request_id="rpc-1/2")]
+    assert Status.FromString(fault.encoded_status()) == fault.status()

@@ -31,8 +31,9 @@ class AttentionServiceStub(object):
     append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
-    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
-    error model; those of a call on a stream are in its reply.
+    docs/errors.md lists them. If it is INTERNAL, a google.rpc.RequestInfo has the request's id in the server's log. The
+    details of a unary call's error are in the trailing metadata, as in gRPC's richer error model; those of a call on a
+    stream are in its reply.
 
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
@@ -76,8 +77,9 @@ class AttentionServiceServicer(object):
     append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
-    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
-    error model; those of a call on a stream are in its reply.
+    docs/errors.md lists them. If it is INTERNAL, a google.rpc.RequestInfo has the request's id in the server's log. The
+    details of a unary call's error are in the trailing metadata, as in gRPC's richer error model; those of a call on a
+    stream are in its reply.
 
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and
@@ -163,8 +165,9 @@ class AttentionService(object):
     append_id: if the first attempt has run, the second fails with FAILED_PRECONDITION, says so, and appends nothing.
 
     The server's errors have a google.rpc.ErrorInfo with the domain `attnserve` and a machine-readable reason;
-    docs/errors.md lists them. The details of a unary call's error are in the trailing metadata, as in gRPC's richer
-    error model; those of a call on a stream are in its reply.
+    docs/errors.md lists them. If it is INTERNAL, a google.rpc.RequestInfo has the request's id in the server's log. The
+    details of a unary call's error are in the trailing metadata, as in gRPC's richer error model; those of a call on a
+    stream are in its reply.
 
     The metadata of an RPC (of a stream, once for all its calls) may have: `authorization: Bearer TOKEN`, if the server
     identifies callers by token; `x-request-id`, the caller's name for the RPC in the server's log; `traceparent` and

@@ -7,9 +7,11 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from attnserve_server.errors import ComputationFailed
 from attnserve_server.observability.refusals import Refusals
 
 if TYPE_CHECKING:
@@ -40,10 +42,14 @@ class Endings:
         self, label: str, error: RequestError | NoRoom, caller: Caller | None, request_id: Callable[[], str]
     ) -> None:
         """An error answers a call or ends an RPC: counts it if it is a rejection, also for its caller if that is known,
-        and has it logged. `request_id` is called only if a line is written.
+        and has it logged. `request_id` is called only if a line is written, or if the caller is told the id, which then
+        is in the error.
         """
         if error.rejection is not None:
             self._metrics.rejected(error.rejection)
             if caller is not None:
                 self._metrics.usage.of(caller.name).rejected += 1
+        elif isinstance(error, ComputationFailed):
+            request_id = cache(request_id)  # the id in the error is that in the log
+            error.request_id = request_id()
         self._refusals.note(label, error, request_id, None if caller is None else caller.name)
