@@ -72,7 +72,7 @@ class Caller:
         cache: caches_pb2.Cache = self._cache("Fork", name=name, **fields).cache
         return cache
 
-    def truncate(self, name: str, length: int, **fields: Any) -> caches_pb2.Cache:
+    def truncate(self, name: str, length: int | None, **fields: Any) -> caches_pb2.Cache:
         """The cache after its truncation."""
         cache: caches_pb2.Cache = self._cache("Truncate", name=name, length=length, **fields).cache
         return cache

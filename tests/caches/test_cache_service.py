@@ -212,6 +212,7 @@ def test_wrong_appends_and_references_name_the_field(caller: Caller) -> None:
         (lambda: caller.append(name, key, value, layer=1), "layer"),
         (lambda: caller.append(name, key, value, length_first=True), "key.shape"),
         (lambda: caller.truncate(name, 1), "length"),
+        (lambda: caller.truncate(name, None), "length"),
         (lambda: caller.attend(attend_request(query, [Reference(name, 1)])), "caches[0].layer"),
         (lambda: caller.attend(attend_request(query, [name, name])), "caches"),
         (lambda: caller.attend(attend_request(twice, [name, name])), "caches[1].name"),

@@ -209,6 +209,7 @@ class Keeper:
     def _truncate(self, request: caches_pb2.CacheServiceTruncateRequest) -> Message:
         kept = self._find(request.name)
         longest = max(kept.describe().lengths)
+        assert request.HasField("length")
         assert request.HasField("expected_length")
         assert request.truncation_id
         if request.truncation_id in kept.truncations:

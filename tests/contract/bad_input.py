@@ -289,6 +289,7 @@ def of_caches() -> Iterator[Case]:
     yield Case(APPEND, "", "key", tensor(HK, 1, D), "value.shape")
     yield Case(APPEND, "", "key", tensor(HK + 1, 0, D), "key.shape")
     yield Case(APPEND, "", "value", tensor(HK, 0, D, dtype=np.float16), "value.dtype")
+    yield Case(TRUNCATE, "", "length", UNSET)
     yield Case(TRUNCATE, "", "length", S + 1)
     yield Case(TRUNCATE, "", "length", 2**64 - 1)
     for token in ("-1", "²", "1" * 21, "x"):

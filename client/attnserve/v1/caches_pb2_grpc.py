@@ -89,8 +89,8 @@ class CacheServiceServicer(object):
     """
 
     def Create(self, request, context):
-        """Creates an empty cache, or finds the one that has the alias. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there are
-        as many caches as there may be), CANCELLED (its request_id was given up in a Delete).
+        """Creates an empty cache, or finds the one that has the alias. Errors: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (there
+        are as many caches as there may be), CANCELLED (its request_id was given up in a Delete).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,8 +114,8 @@ class CacheServiceServicer(object):
 
     def Truncate(self, request, context):
         """Cuts a cache off at a length: it is as if what came after had never been appended. Errors: NOT_FOUND,
-        INVALID_ARGUMENT (no layer has that many tokens), FAILED_PRECONDITION (it does not have the expected length, or
-        this truncation was carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
+        INVALID_ARGUMENT (no length is given, or no layer has that many tokens), FAILED_PRECONDITION (it does not have the
+        expected length, or this truncation was carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -154,6 +154,8 @@ class CacheService:
     def _truncate(self, caller: Caller, data: bytes) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
+        if not request.HasField("length"):  # forgotten, it must not empty the cache
+            raise InvalidRequest("length", "a number of tokens", "none")
         expected = request.expected_length if request.HasField("expected_length") else None
         return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length, request.truncation_id)
 
