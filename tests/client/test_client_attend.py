@@ -110,6 +110,13 @@ def test_the_window_of_nothing_is_not_no_window() -> None:
     assert not request(window=None).HasField("window")
 
 
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (0, -1), (-1, -1)])
+def test_both_bounds_of_a_window_are_sent(window: tuple[int, int]) -> None:
+    """0 as well: a bound that is not sent is none."""
+    sent = request(window=window).window
+    assert {field.name: value for field, value in sent.ListFields()} == {"left": window[0], "right": window[1]}
+
+
 def test_the_general_score() -> None:
     message = request(score=GeneralScore(np.eye(4)))
     assert message.WhichOneof("score") == "general"

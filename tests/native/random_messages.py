@@ -37,6 +37,9 @@ def random_request(random: Random) -> pb.AttendRequest:
     options: dict[str, Any] = {"causal": random.random() < 0.5, "return_lse": random.random() < 0.5}
     if random.random() < 0.3:
         options["scale"] = random.choice((0.5, 2.0))
+    if random.random() < 0.3:
+        bounds = {side: random.choice((None, -1, 0, 2)) for side in ("left", "right")}
+        options["window"] = pb.Window(**bounds)
     return messages.attend(*(rng.standard_normal(shape).astype(dtype) for shape in shapes), **options)
 
 

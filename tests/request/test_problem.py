@@ -11,6 +11,7 @@ import pytest
 from whole_requests import BASES, HK, HQ, LQ, MASK, TENSORS, B, S, U, additive, at, broken, dot, general, tensor, zeros
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.requests.options import window_of
 from attnserve_server.requests.problem import WRITTEN_OUT
 
 
@@ -80,6 +81,29 @@ def test_parameters_may_have_any_floating_dtype(path: str, dtype: Any) -> None:
     base, _ = TENSORS[path]
     shape = tuple(at(BASES[base](), path).shape)
     messages.read(broken(base, path, tensor(*shape, dtype=dtype)))
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        (None, (-1, -1)),
+        (pb.Window(), (-1, -1)),
+        (pb.Window(left=2), (2, -1)),
+        (pb.Window(right=2), (-1, 2)),
+        (pb.Window(left=0), (0, -1)),
+        (pb.Window(right=0), (-1, 0)),
+        (pb.Window(left=0, right=0), (0, 0)),
+        (pb.Window(left=-1, right=3), (-1, 3)),
+        (pb.Window(left=-1, right=-1), (-1, -1)),
+    ],
+    ids=repr,
+)
+def test_a_side_of_a_window_that_is_not_given_is_open(window: pb.Window | None, expected: tuple[int, int]) -> None:
+    """And 0 is a bound, whether or not the other side has one."""
+    assert messages.read(messages.random_attend(0, 3, window=window)).problem.window == expected
+    causal = messages.read(messages.random_attend(0, 3, window=window, causal=True))
+    assert causal.problem.window == (expected[0], 0)
+    assert window_of(pb.ApplyRequest(window=window)) == expected
 
 
 def test_windows_wider_than_any_distance_are_open() -> None:

@@ -28,15 +28,17 @@ Message: TypeAlias = pb.AttendRequest | pb.ApplyRequest
 
 
 def window_of(message: Message) -> tuple[int, int]:
-    """The window; (-1, -1) if there is none."""
-    if not message.HasField("window"):
-        return -1, -1
-    for side in ("left", "right"):
-        if getattr(message.window, side) < -1:
-            raise InvalidRequest(f"window.{side}", "-1 or more", getattr(message.window, side))
-    # Wider than the distance between any two positions means no bound.
-    left, right = (-1 if side > 2 * MAX_POSITION else side for side in (message.window.left, message.window.right))
-    return left, right
+    """The window: how far queries see to the left and to the right, -1 where there is no bound."""
+    return _bound(message.window, "left"), _bound(message.window, "right")
+
+
+def _bound(window: pb.Window, side: Literal["left", "right"]) -> int:
+    if not window.HasField(side):
+        return -1
+    bound: int = getattr(window, side)
+    if bound < -1:
+        raise InvalidRequest(f"window.{side}", "-1 or more", bound)
+    return -1 if bound > 2 * MAX_POSITION else bound  # wider than the distance between any two positions
 
 
 def causal_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
