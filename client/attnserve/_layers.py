@@ -40,8 +40,8 @@ class Layer:
     - `input_width`: the width of its input; None if it takes token ids.
     - `context_width`: the width of its context; None if it takes none.
     - `output_width`: the width of its output.
-    - `query_heads`: its query heads; 1 if it has no heads.
-    - `kv_heads`: its key/value heads; 1 if it has no heads.
+    - `num_query_heads`: its query heads; 1 if it has no heads.
+    - `num_kv_heads`: its key/value heads; 1 if it has no heads.
     - `head_dim`: the width of each of its query heads (of the hidden units, for additive scores).
     - `blocks`: its blocks, for a transformer; None for others.
     - `vocabulary`: the size of its vocabulary; None if it takes activations.
@@ -61,8 +61,8 @@ class Layer:
     input_width: int | None
     context_width: int | None
     output_width: int
-    query_heads: int
-    kv_heads: int
+    num_query_heads: int
+    num_kv_heads: int
     head_dim: int
     blocks: int | None
     vocabulary: int | None
@@ -177,8 +177,8 @@ def _layer(layer: pb.Layer) -> Layer:
         input_width=layer.input_width or None,
         context_width=layer.context_width or None,
         output_width=layer.output_width,
-        query_heads=layer.query_heads,
-        kv_heads=layer.kv_heads,
+        num_query_heads=layer.num_query_heads,
+        num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
         blocks=layer.blocks or None,
         vocabulary=layer.vocabulary or None,

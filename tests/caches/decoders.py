@@ -88,5 +88,5 @@ def create_cache(client: Client, layer: str, dtype: str | None = None) -> Cache:
     if dtype is None:
         dtype = "float32" if outline.dtype == "float64" else outline.dtype
     return client.create_cache(
-        outline.kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype=dtype
+        outline.num_kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype=dtype
     )

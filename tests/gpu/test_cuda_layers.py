@@ -83,7 +83,7 @@ def test_a_decoder_over_its_cache(client: Client, models: Models, name: str, chu
     options = {} if zs is None else {"context": zs[0].float()}
     outline = client.layers.get(applied)
     with client.create_cache(
-        outline.kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype="float32"
+        outline.num_kv_heads, outline.head_dim, value_dim=outline.value_dim, layers=outline.blocks, dtype="float32"
     ) as cache:
         parts = torch.split(typed(xs[0], torch.float32), chunks)
         found = torch.cat([client.apply(applied, part, cache=cache, **options).output for part in parts])

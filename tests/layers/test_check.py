@@ -177,7 +177,7 @@ def test_it_starts_nothing_and_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (layer,) = json.loads(done.stdout)["layers"]
-    assert (layer["name"], layer["blocks"], layer["query_heads"], layer["vocabulary"]) == ("minilm", 6, 12, 30522)
+    assert (layer["name"], layer["blocks"], layer["num_query_heads"], layer["vocabulary"]) == ("minilm", 6, 12, 30522)
     assert layer["bytes"] == 4 * layer["parameters"] == 90261504
 
 

@@ -78,16 +78,16 @@ async def test_what_is_there(layer_server: Server, layer_client: Client, models:
     by_name = {layer.name: layer for layer in layers}
     bert = by_name["bert"]
     assert (bert.kind, bert.vocabulary, bert.input_width, bert.output_width) == ("transformer", 40, None, 24)
-    assert (bert.blocks, bert.query_heads, bert.head_dim, bert.causal) == (2, 4, 6, False)
+    assert (bert.blocks, bert.num_query_heads, bert.head_dim, bert.causal) == (2, 4, 6, False)
     assert bert.bytes == 8 * bert.parameters
     assert (bert.value_dim, bert.positions) == (6, 32)
     llama = by_name["llama/bfloat16"]
-    assert (llama.query_heads, llama.kv_heads, llama.head_dim, llama.causal) == (4, 2, 8, True)
+    assert (llama.num_query_heads, llama.num_kv_heads, llama.head_dim, llama.causal) == (4, 2, 8, True)
     assert llama.bytes == 2 * llama.parameters
     decoder = by_name["decoder/stack"]
     assert (decoder.blocks, decoder.input_width, decoder.context_width, decoder.causal) == (3, 24, 24, True)
     original = by_name["original/encoder_decoder"]
-    assert (original.kind, original.query_heads, original.head_dim) == ("multi_head", 8, 64)
+    assert (original.kind, original.num_query_heads, original.head_dim) == ("multi_head", 8, 64)
     additive = by_name["additive/float32"]
     assert (llama.value_dim, llama.positions, additive.value_dim) == (8, None, additive.output_width)
     assert (additive.kind, additive.input_width, additive.context_width, additive.head_dim) == ("additive", 24, 10, 16)

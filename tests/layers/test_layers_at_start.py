@@ -91,7 +91,7 @@ async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path
     sentences = [torch.tensor(rng.integers(1000, 30000, length)) for length in (3, 64, 17, 1, 200, 9)]
     async with AsyncClient(server.address) as client:
         layer = await client.layers.get("minilm")
-        assert (layer.blocks, layer.query_heads, layer.output_width, layer.vocabulary) == (6, 12, 384, 30522)
+        assert (layer.blocks, layer.num_query_heads, layer.output_width, layer.vocabulary) == (6, 12, 384, 30522)
         packed = await client.apply("minilm", torch.cat(sentences), lengths=list(map(len, sentences)))
         alone = await asyncio.gather(*(client.apply("minilm", ids) for ids in sentences))
         with torch.inference_mode():

@@ -347,7 +347,8 @@ def _layer_table(layers: Sequence[Layer]) -> str:
 
 
 def _layer_row(layer: Layer) -> tuple[str, ...]:
-    heads = f"{layer.query_heads}" if layer.kv_heads == layer.query_heads else f"{layer.query_heads}/{layer.kv_heads}"
+    queries, keys = layer.num_query_heads, layer.num_kv_heads
+    heads = f"{queries}" if keys == queries else f"{queries}/{keys}"
     width = f"{layer.head_dim}" if layer.value_dim == layer.head_dim else f"{layer.head_dim}/{layer.value_dim}"
     return (
         layer.name,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from attnserve.v1 import tensor_pb2 as attnserve_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/layers.proto\x12\x0c\x61ttnserve.v1\x1a\x19\x61ttnserve/v1/tensor.proto\"\xd3\x02\n\x05Layer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x13\n\x0binput_width\x18\x07 \x01(\r\x12\x15\n\rcontext_width\x18\x08 \x01(\r\x12\x14\n\x0coutput_width\x18\t \x01(\r\x12\x13\n\x0bquery_heads\x18\n \x01(\r\x12\x10\n\x08kv_heads\x18\x0b \x01(\r\x12\x10\n\x08head_dim\x18\x0c \x01(\r\x12\x0e\n\x06\x62locks\x18\r \x01(\r\x12\x12\n\nvocabulary\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61usal\x18\x0f \x01(\x08\x12\x11\n\tvalue_dim\x18\x10 \x01(\r\x12\x11\n\tpositions\x18\x11 \x01(\r\"\x19\n\x17LayerServiceListRequest\"?\n\x18LayerServiceListResponse\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Layer\"&\n\x16LayerServiceGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x17LayerServiceGetResponse\x12\"\n\x05layer\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Layer\"=\n\x17LayerServiceLoadRequest\x12\x13\n\x0b\x64\x65\x66initions\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\"?\n\x18LayerServiceLoadResponse\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Layer\"*\n\x19LayerServiceUnloadRequest\x12\r\n\x05names\x18\x01 \x03(\t\"\x1c\n\x1aLayerServiceUnloadResponse2\xed\x02\n\x0cLayerService\x12U\n\x04List\x12%.attnserve.v1.LayerServiceListRequest\x1a&.attnserve.v1.LayerServiceListResponse\x12R\n\x03Get\x12$.attnserve.v1.LayerServiceGetRequest\x1a%.attnserve.v1.LayerServiceGetResponse\x12U\n\x04Load\x12%.attnserve.v1.LayerServiceLoadRequest\x1a&.attnserve.v1.LayerServiceLoadResponse\x12[\n\x06Unload\x12\'.attnserve.v1.LayerServiceUnloadRequest\x1a(.attnserve.v1.LayerServiceUnloadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/layers.proto\x12\x0c\x61ttnserve.v1\x1a\x19\x61ttnserve/v1/tensor.proto\"\xdb\x02\n\x05Layer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x13\n\x0binput_width\x18\x07 \x01(\r\x12\x15\n\rcontext_width\x18\x08 \x01(\r\x12\x14\n\x0coutput_width\x18\t \x01(\r\x12\x17\n\x0fnum_query_heads\x18\n \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x0b \x01(\r\x12\x10\n\x08head_dim\x18\x0c \x01(\r\x12\x0e\n\x06\x62locks\x18\r \x01(\r\x12\x12\n\nvocabulary\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61usal\x18\x0f \x01(\x08\x12\x11\n\tvalue_dim\x18\x10 \x01(\r\x12\x11\n\tpositions\x18\x11 \x01(\r\"\x19\n\x17LayerServiceListRequest\"?\n\x18LayerServiceListResponse\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Layer\"&\n\x16LayerServiceGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x17LayerServiceGetResponse\x12\"\n\x05layer\x18\x01 \x01(\x0b\x32\x13.attnserve.v1.Layer\"=\n\x17LayerServiceLoadRequest\x12\x13\n\x0b\x64\x65\x66initions\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\"?\n\x18LayerServiceLoadResponse\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.attnserve.v1.Layer\"*\n\x19LayerServiceUnloadRequest\x12\r\n\x05names\x18\x01 \x03(\t\"\x1c\n\x1aLayerServiceUnloadResponse2\xed\x02\n\x0cLayerService\x12U\n\x04List\x12%.attnserve.v1.LayerServiceListRequest\x1a&.attnserve.v1.LayerServiceListResponse\x12R\n\x03Get\x12$.attnserve.v1.LayerServiceGetRequest\x1a%.attnserve.v1.LayerServiceGetResponse\x12U\n\x04Load\x12%.attnserve.v1.LayerServiceLoadRequest\x1a&.attnserve.v1.LayerServiceLoadResponse\x12[\n\x06Unload\x12\'.attnserve.v1.LayerServiceUnloadRequest\x1a(.attnserve.v1.LayerServiceUnloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attnserve.v1.layers_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LAYER']._serialized_start=71
-  _globals['_LAYER']._serialized_end=410
-  _globals['_LAYERSERVICELISTREQUEST']._serialized_start=412
-  _globals['_LAYERSERVICELISTREQUEST']._serialized_end=437
-  _globals['_LAYERSERVICELISTRESPONSE']._serialized_start=439
-  _globals['_LAYERSERVICELISTRESPONSE']._serialized_end=502
-  _globals['_LAYERSERVICEGETREQUEST']._serialized_start=504
-  _globals['_LAYERSERVICEGETREQUEST']._serialized_end=542
-  _globals['_LAYERSERVICEGETRESPONSE']._serialized_start=544
-  _globals['_LAYERSERVICEGETRESPONSE']._serialized_end=605
-  _globals['_LAYERSERVICELOADREQUEST']._serialized_start=607
-  _globals['_LAYERSERVICELOADREQUEST']._serialized_end=668
-  _globals['_LAYERSERVICELOADRESPONSE']._serialized_start=670
-  _globals['_LAYERSERVICELOADRESPONSE']._serialized_end=733
-  _globals['_LAYERSERVICEUNLOADREQUEST']._serialized_start=735
-  _globals['_LAYERSERVICEUNLOADREQUEST']._serialized_end=777
-  _globals['_LAYERSERVICEUNLOADRESPONSE']._serialized_start=779
-  _globals['_LAYERSERVICEUNLOADRESPONSE']._serialized_end=807
-  _globals['_LAYERSERVICE']._serialized_start=810
-  _globals['_LAYERSERVICE']._serialized_end=1175
+  _globals['_LAYER']._serialized_end=418
+  _globals['_LAYERSERVICELISTREQUEST']._serialized_start=420
+  _globals['_LAYERSERVICELISTREQUEST']._serialized_end=445
+  _globals['_LAYERSERVICELISTRESPONSE']._serialized_start=447
+  _globals['_LAYERSERVICELISTRESPONSE']._serialized_end=510
+  _globals['_LAYERSERVICEGETREQUEST']._serialized_start=512
+  _globals['_LAYERSERVICEGETREQUEST']._serialized_end=550
+  _globals['_LAYERSERVICEGETRESPONSE']._serialized_start=552
+  _globals['_LAYERSERVICEGETRESPONSE']._serialized_end=613
+  _globals['_LAYERSERVICELOADREQUEST']._serialized_start=615
+  _globals['_LAYERSERVICELOADREQUEST']._serialized_end=676
+  _globals['_LAYERSERVICELOADRESPONSE']._serialized_start=678
+  _globals['_LAYERSERVICELOADRESPONSE']._serialized_end=741
+  _globals['_LAYERSERVICEUNLOADREQUEST']._serialized_start=743
+  _globals['_LAYERSERVICEUNLOADREQUEST']._serialized_end=785
+  _globals['_LAYERSERVICEUNLOADRESPONSE']._serialized_start=787
+  _globals['_LAYERSERVICEUNLOADRESPONSE']._serialized_end=815
+  _globals['_LAYERSERVICE']._serialized_start=818
+  _globals['_LAYERSERVICE']._serialized_end=1183
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Layer(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "parameters", "bytes", "version", "input_width", "context_width", "output_width", "query_heads", "kv_heads", "head_dim", "blocks", "vocabulary", "causal", "value_dim", "positions")
+    __slots__ = ("name", "kind", "dtype", "parameters", "bytes", "version", "input_width", "context_width", "output_width", "num_query_heads", "num_kv_heads", "head_dim", "blocks", "vocabulary", "causal", "value_dim", "positions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -18,8 +18,8 @@ class Layer(_message.Message):
     INPUT_WIDTH_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_WIDTH_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_WIDTH_FIELD_NUMBER: _ClassVar[int]
-    QUERY_HEADS_FIELD_NUMBER: _ClassVar[int]
-    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUERY_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -35,15 +35,15 @@ class Layer(_message.Message):
     input_width: int
     context_width: int
     output_width: int
-    query_heads: int
-    kv_heads: int
+    num_query_heads: int
+    num_kv_heads: int
     head_dim: int
     blocks: int
     vocabulary: int
     causal: bool
     value_dim: int
     positions: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., parameters: _Optional[int] = ..., bytes: _Optional[int] = ..., version: _Optional[int] = ..., input_width: _Optional[int] = ..., context_width: _Optional[int] = ..., output_width: _Optional[int] = ..., query_heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., blocks: _Optional[int] = ..., vocabulary: _Optional[int] = ..., causal: bool = ..., value_dim: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., parameters: _Optional[int] = ..., bytes: _Optional[int] = ..., version: _Optional[int] = ..., input_width: _Optional[int] = ..., context_width: _Optional[int] = ..., output_width: _Optional[int] = ..., num_query_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., blocks: _Optional[int] = ..., vocabulary: _Optional[int] = ..., causal: bool = ..., value_dim: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
 
 class LayerServiceListRequest(_message.Message):
     __slots__ = ()

@@ -117,7 +117,7 @@ class CachedLayerRequest(CacheWork):
             if length and last is not None and offset + length > last:
                 raise InvalidRequest("input", f"positions from 0 to {last - 1}", f"{offset} to {offset + length - 1}")
         if self.mask is not None:
-            application, heads = self.applied.application, self.applied.loaded.outline.query_heads
+            application, heads = self.applied.application, self.applied.loaded.outline.num_query_heads
             rows = application.length if application.batched else max(given.lengths, default=0)
             target = (application.batch, heads, rows, longest)
             check_masks(application.tensors, target, application.mask_axes)

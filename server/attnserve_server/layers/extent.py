@@ -95,7 +95,7 @@ class Extents:
             longest = max(lengths, default=0)
             longest_keys = longest if of_context is None else max(of_context, default=0)
         if not application.resident:
-            target = (application.batch, layer.query_heads, longest, longest_keys)
+            target = (application.batch, layer.num_query_heads, longest, longest_keys)
             check_masks(application.tensors, target, application.mask_axes)
         return LayerExtent(
             lengths=lengths,
@@ -142,7 +142,7 @@ def _read_lengths(
 
 
 def _reply_bytes(application: Application, layer: Outline, longest_keys: int) -> int:
-    heads = layer.query_heads
+    heads = layer.num_query_heads
     itemsize = 8 if application.takes_ids else _dtypes.NUMPY[application.tensors["input"].dtype].itemsize
     width = layer.output_width * itemsize
     if application.options.return_lse:

@@ -22,8 +22,8 @@ class Outline:
     input_width: int
     context_width: int
     output_width: int
-    query_heads: int = 1
-    kv_heads: int = 1
+    num_query_heads: int = 1
+    num_kv_heads: int = 1
     head_dim: int
     value_dim: int
     blocks: int = 0
@@ -34,7 +34,8 @@ class Outline:
     def __str__(self) -> str:
         inputs = f"ids below {self.vocabulary}" if self.vocabulary else str(self.input_width)
         context = f" over {self.context_width}" if self.context_width not in (0, self.input_width) else ""
-        heads = f"{self.query_heads}/{self.kv_heads}" if self.query_heads != self.kv_heads else str(self.query_heads)
+        queries, keys = self.num_query_heads, self.num_kv_heads
+        heads = f"{queries}/{keys}" if queries != keys else str(queries)
         blocks = f"{self.blocks} x " if self.blocks else ""
         causal = ", causal" if self.causal else ""
         width = f"{self.head_dim}/{self.value_dim}" if self.value_dim != self.head_dim else str(self.head_dim)
@@ -63,8 +64,8 @@ def outline(specification: LayerSpecification) -> Outline:
                 input_width=0 if vocabulary else heads.input_width,
                 context_width=cross.contexts if cross is not None else 0,
                 output_width=layer.block.feed_forward.width,
-                query_heads=heads.query_heads,
-                kv_heads=heads.kv_heads,
+                num_query_heads=heads.num_query_heads,
+                num_kv_heads=heads.num_kv_heads,
                 head_dim=heads.head_dim,
                 value_dim=heads.value_dim,
                 blocks=layer.blocks,
@@ -79,8 +80,8 @@ def _outline_of_heads(layer: Attention) -> Outline:
         input_width=layer.inputs,
         context_width=layer.contexts,
         output_width=layer.outputs,
-        query_heads=layer.heads,
-        kv_heads=layer.kv_heads,
+        num_query_heads=layer.heads,
+        num_kv_heads=layer.kv_heads,
         head_dim=layer.head_dim,
         value_dim=layer.value_dim,
         causal=layer.causal,

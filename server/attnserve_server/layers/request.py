@@ -130,7 +130,7 @@ class LayerRequest(Work):
             loaded.version,
             loaded.specification.dtype,
             loaded.outline.output_width,
-            loaded.outline.query_heads,
+            loaded.outline.num_query_heads,
             self.extent.longest_keys,
             tuple(map(len, payloads)),
         )
