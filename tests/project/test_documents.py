@@ -14,7 +14,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / 
 OTHER_PROGRAMS = {
     *("--build", "--build-arg", "--env-file", "--publish", "--wait"),  # docker
     *("--extra-index-url", "--index-url"),  # pip
-    *("--descriptor_set_in", "--es_opt", "--es_out", "--go-grpc_opt", "--go_opt", "--plugin"),  # protoc
+    *("--descriptor_set_in", "--es_opt", "--es_out", "--go-grpc_out", "--go_out", "--plugin"),  # protoc
     *("--enable-feature", "--pid", "--previous"),  # prometheus, py-spy, kubectl
 }
 

@@ -142,6 +142,23 @@ def test_everything_has_a_comment(tmp_path: Path) -> None:
     assert {"AttendRequest", "AttendRequest.query", "Layout", "LAYOUT_PACKED", "AttentionService", "Attend"} <= seen
 
 
+def test_code_in_other_languages_is_in_one_package_without_being_told(tmp_path: Path) -> None:
+    """Go needs a package to generate anything; Java puts messages into a class for each file unless it is told."""
+    image = protos.descriptor_set(tmp_path / "protos.binpb", comments=False)
+    files = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
+    packages = {
+        (
+            file.options.go_package,
+            file.options.java_package,
+            file.options.java_multiple_files,
+            file.options.csharp_namespace,
+        )
+        for file in files
+        if file.package == "attnserve.v1"
+    }
+    assert packages == {("attnserve/v1;attnservev1", "com.attnserve.v1", True, "Attnserve.V1")}
+
+
 def test_the_elements_of_a_tensor_come_last() -> None:
     """A serialised tensor ends with its elements, so that decoders can slice them in place."""
     fields = attention_pb2.AttendRequest.DESCRIPTOR.fields_by_name["query"].message_type.fields
