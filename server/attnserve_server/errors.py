@@ -19,6 +19,9 @@
     ├── DeviceFailed         UNAVAILABLE          ErrorInfo
     └── ComputationFailed    INTERNAL             ErrorInfo, RequestInfo with the id in the log
 
+RetryInfo is for delays that the server knows: when there should be room. It knows neither how long its start will take
+nor who follows it, and when; and a delay would keep callers from other servers, which may answer at once.
+
 Messages concern only the request: no stack traces, no paths, nothing about other callers.
 """
 

@@ -161,6 +161,16 @@ def test_a_server_lacks_room_for_all_calls_only_if_it_says_so() -> None:
     assert room_after(None) is None
 
 
+def test_a_delay_that_comes_with_unavailable_keeps_no_call_from_another_server() -> None:
+    """Nor does it lengthen the pause before the same one is asked again: a proxy may send any."""
+    hour = error_details_pb2.RetryInfo()
+    hour.retry_delay.FromSeconds(3600)
+    draining = status(CODE.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="DRAINING"), hour)
+    policy = RetryPolicy(3, random=lambda: 1.0)
+    assert policy.after(draining, 1, 0.0, 10.0, resent=False, elsewhere=True) == Again(0.0)
+    assert pause(after(policy, draining, 1, 0.0, 10.0)) == pytest.approx(0.1)
+
+
 def test_only_the_unavailable_is_tried_again() -> None:
     policy = RetryPolicy(1)
     unavailable = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")

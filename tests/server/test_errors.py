@@ -11,11 +11,15 @@ from google.rpc.status_pb2 import Status
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.errors import (
     LIMIT_EXCEEDED,
+    CallerChanged,
     ComputationFailed,
     DeadlineUnreachable,
+    DeviceFailed,
+    Draining,
     InvalidRequest,
     Overloaded,
     RequestError,
+    Starting,
 )
 from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unread, too_many_unsent
 
@@ -39,6 +43,13 @@ def test_what_travels_is_the_status_however_often_it_is_told(make: Callable[[], 
     for _ in range(2):
         error = make()
         assert Status.FromString(error.encoded_status()) == error.status()
+
+
+@pytest.mark.parametrize("error", [Starting(), Draining(), DeviceFailed(), CallerChanged()], ids=type)
+def test_a_server_that_takes_no_calls_names_no_delay(error: RequestError) -> None:
+    """It does not know one, and another server may answer at once: gRPC's own retries are not held back either."""
+    assert [type(detail) for detail in error.details()] == [ErrorInfo]
+    assert [key for key, _ in error.trailers()] == ["grpc-status-details-bin"]
 
 
 @pytest.mark.parametrize(("field", "violations"), [("query.shape", ["query.shape"]), ("", [])])

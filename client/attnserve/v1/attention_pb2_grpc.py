@@ -92,7 +92,7 @@ class AttentionServiceServicer(object):
     def Attend(self, request, context):
         """Computes one attention. Errors: INVALID_ARGUMENT (google.rpc.BadRequest names the field),
         RESOURCE_EXHAUSTED (the server is full; google.rpc.RetryInfo says when to try again), DEADLINE_EXCEEDED,
-        UNAVAILABLE (the server is draining), INTERNAL (the computation failed). With caches also NOT_FOUND and
+        UNAVAILABLE (the server is starting or draining), INTERNAL (the computation failed). With caches also NOT_FOUND and
         FAILED_PRECONDITION. As for all RPCs, if the server identifies callers: UNAUTHENTICATED and PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -32,7 +32,8 @@ class CacheServiceStub(object):
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
     would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
-    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is starting or draining) or
+    INTERNAL.
     """
 
     def __init__(self, channel):
@@ -85,7 +86,8 @@ class CacheServiceServicer(object):
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
     would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
-    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is starting or draining) or
+    INTERNAL.
     """
 
     def Create(self, request, context):
@@ -198,7 +200,8 @@ class CacheService(object):
     device, which Fork, Truncate and Get do not need. A cache that does not exist, or is another caller's, is NOT_FOUND.
     If there is no room: RESOURCE_EXHAUSTED, with google.rpc.RetryInfo, and in the ErrorInfo's metadata the `bound` that
     would be exceeded; where that is the pool's (`cache_bytes`), its free bytes, too (`free_bytes`). All RPCs but List
-    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is draining) or INTERNAL.
+    and Delete may also end as Attend may, with DEADLINE_EXCEEDED, UNAVAILABLE (the server is starting or draining) or
+    INTERNAL.
     """
 
     @staticmethod
