@@ -58,6 +58,7 @@ ANYTHING_GOES: Final[dict[str, set[str]]] = {
     STREAM: {"cancel", "calls.apply", "calls.traceparent", "calls.tracestate"},
     APPEND: {"append_id", "length_first"},  # an unused id just identifies another append
     TRUNCATE: {"truncation_id"},
+    "CacheService/List": {"page_size"},  # 0 and what is too large stand for the most
     # Deleting names that do not exist is no error.
 }
 """Fields for which no value is an error by itself."""
