@@ -156,7 +156,7 @@ def test_code_in_other_languages_is_in_one_package_without_being_told(tmp_path: 
         for file in files
         if file.package == "attnserve.v1"
     }
-    assert packages == {("attnserve/v1;attnservev1", "com.attnserve.v1", True, "Attnserve.V1")}
+    assert packages == {("attnserve/v1;attnservev1", "attnserve.v1", True, "Attnserve.V1")}
 
 
 def test_the_elements_of_a_tensor_come_last() -> None:

@@ -24,14 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/tensor.proto\x12\x0c\x61ttnserve.v1\"L\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c*\xab\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x42=\n\x10\x63om.attnserve.v1P\x01Z\x18\x61ttnserve/v1;attnservev1\xaa\x02\x0c\x41ttnserve.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61ttnserve/v1/tensor.proto\x12\x0c\x61ttnserve.v1\"L\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.attnserve.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c*\xab\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x42\x39\n\x0c\x61ttnserve.v1P\x01Z\x18\x61ttnserve/v1;attnservev1\xaa\x02\x0c\x41ttnserve.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attnserve.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
-  _globals['DESCRIPTOR']._serialized_options = b'\n\020com.attnserve.v1P\001Z\030attnserve/v1;attnservev1\252\002\014Attnserve.V1'
+  _globals['DESCRIPTOR']._serialized_options = b'\n\014attnserve.v1P\001Z\030attnserve/v1;attnservev1\252\002\014Attnserve.V1'
   _globals['_DATATYPE']._serialized_start=122
   _globals['_DATATYPE']._serialized_end=293
   _globals['_TENSOR']._serialized_start=43
