@@ -19,8 +19,8 @@ from attnserve_server.scheduling.pace import Amount, Pace
 MIN_RETRY_DELAY: Final = 0.005
 MAX_RETRY_DELAY: Final = 10.0
 UNREAD_RETRY_DELAY: Final = 1.0
-"""The shortest delay told where most bytes are those of replies that wait for their callers to read them: how long that
-takes is not known.
+"""The shortest delay that a refusal tells where most bytes are those of replies that their callers have not read yet:
+how long that takes is not known.
 """
 
 SHARE: Final = 8
@@ -28,16 +28,16 @@ SHARE: Final = 8
 seventeenths if another caller also takes all it can get. (Dynamic thresholds: Choudhury and Hahne 1998.)"""
 
 ALWAYS_WAIT: Final = 16
-"""This many requests may wait, however slow they are: the bound on time is for queues."""
+"""This many requests may always wait, however slow they are: the bound on time applies to longer queues."""
 
 ALWAYS_BATCHES: Final = 2
-"""This many full batches may wait; a device needs no more to stay busy."""
+"""This many full batches may always wait; a device needs no more to stay busy."""
 
 
 @dataclass(slots=True)
 class InFlight:
-    """What is in flight: requests until the reply is sent, and what they take till then; those not computed yet, and
-    their FLOPs.
+    """What is in flight. `requests` and `bytes` count requests until their replies have been sent; `waiting`,
+    `waiting_bytes`, `flops` and `work` count them until they have been computed.
     """
 
     requests: int = 0
@@ -56,8 +56,8 @@ MOST_TOLD: Final = 1024
 
 
 class Told(NamedTuple):
-    """A refusal that also holds for a caller's next requests: those of at least `size` bytes, as long as nothing has
-    been learnt since, that is, while `Pace.changes` is the same.
+    """A refusal that also holds for the caller's next requests of at least `size` bytes, until something is learnt
+    about how long work takes (`changes` is `Pace.changes` at the time of the refusal).
     """
 
     why: NoRoom
@@ -83,12 +83,13 @@ class Admission:
         self._max_queue_time = max_queue_time or inf
         self._everybody = InFlight()
         self._queue_stands = False
-        """Whether anything has been refused since the queue was last short: it is then kept to what the device needs.
+        """Whether anything has been refused since the queue was last short. Such a queue stands, and is kept to what
+        the device needs (`_longest`).
         """
         self._callers: dict[Hashable, InFlight] = {}
         self._told: dict[Hashable, Told] = {}
-        """The callers refused since the counts last changed in a way that could make room: until the next such change,
-        the refusal stands.
+        """What callers were refused with since the counts last changed in a way that could make room. Until the next
+        such change, each refusal holds.
         """
         self.pace = Pace()
         """How fast requests are computed, and how much of a batch they fill, as learnt from whoever computes them and
@@ -125,27 +126,29 @@ class Admission:
 
     @property
     def longest_seconds(self) -> float:
-        """The most that `seconds` may be at present before more requests are refused; where they are refused already,
-        what it has come to. Infinity is no bound.
+        """The most that `seconds` may be at present before more requests are refused. If it is more than that already,
+        this is `seconds` itself. Infinity is no bound.
         """
         waiting, seconds, needed = self._everybody.waiting, self.seconds, self._needed_seconds
-        none_stands = waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # as the next request finds
+        none_stands = waiting <= ALWAYS_WAIT // 4 or seconds < needed / 4  # the next request resets `_queue_stands`
         if waiting < ALWAYS_WAIT:
-            # However slow they are, more may wait: as many like them as are missing.
+            # `ALWAYS_WAIT` requests may wait, however slow they are. Those to come are taken to be like those waiting.
             needed = max(needed, seconds * ALWAYS_WAIT / max(waiting, 1))
         if none_stands or self._max_queue_time == inf:
             return max(needed, self._max_queue_time)
         return max(seconds, self._longest(seconds, needed))
 
     def check(self, caller: Hashable, size: int) -> None:
-        """Raises Overloaded if there is no room for `size` more bytes of a caller: before more is known of the request,
-        and before more work is put into it than refusing it takes.
+        """Raises Overloaded if there is no room for `size` more bytes of a caller. Nothing else has to be known of the
+        request, so that a refusal takes little work.
         """
         if (why := self.refusal(caller, size)) is not None:
             raise Overloaded(why)
 
     def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
-        """What `check` would raise, as a value: raising and catching an error takes as long as finding it."""
+        """What `check` would raise, as a value: to raise and catch an error takes as long as to find out that there is
+        no room.
+        """
         told = self._told.get(caller)
         if told is not None and size >= told.size and told.changes == self.pace.changes:
             return self._refused(told.why)
@@ -164,7 +167,7 @@ class Admission:
         return why
 
     def _lacks(self, caller: Hashable, size: int) -> NoRoom | None:
-        """What a caller is told for whose `size` more bytes there is no room; None if there is."""
+        """What a caller is told if there is no room for `size` more bytes of it; None if there is."""
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         if everybody.requests >= self._max_requests:
             return self._full("requests", self._max_requests)
@@ -183,8 +186,8 @@ class Admission:
         return None
 
     def _lacks_time(self, own: InFlight) -> NoRoom | None:
-        """What a caller is told that would wait too long; None if it would not. It would if all that waits takes too
-        long, and so do its own requests at an equal share of the device.
+        """What a caller is told whose next request would wait too long; None if it would not. It would if two things
+        take longer than a queue may: all that waits, and the caller's own requests at an equal share of the device.
         """
         seconds, needed = self.seconds, self._needed_seconds
         if seconds < needed / 4:
@@ -201,12 +204,13 @@ class Admission:
 
     @property
     def _needed_seconds(self) -> float:
-        """How much the device needs so as not to run out of work."""
+        """How many seconds of work must wait so that the device does not run out of it."""
         return self.pace.request_seconds * max(ALWAYS_WAIT, ALWAYS_BATCHES / self.pace.request_share)
 
     def _longest(self, seconds: float, needed: float) -> float:
-        """How long a queue may be that now takes so many seconds. One that comes and goes may take `max_queue_time`. A
-        standing queue helps nobody, and is kept to what the device needs, or what may always wait.
+        """How many seconds a queue may take that now takes `seconds`. One that comes and goes may take
+        `max_queue_time`. A standing queue helps nobody: it may take what the device needs, or as long as `ALWAYS_WAIT`
+        requests do.
         """
         needed = max(needed, seconds * ALWAYS_WAIT / max(self._everybody.waiting, ALWAYS_WAIT))
         return needed if self._queue_stands else max(needed, self._max_queue_time)
@@ -234,16 +238,17 @@ class Admission:
             usage.work.add(kind, flops)
 
     def _is_above_average(self, flops: int, kind: str) -> bool:
-        """Whether a request may take longer than the average of those waiting. Then the queue may take longer, too
-        (`ALWAYS_WAIT` requests may wait, however slow), and a refused caller may have room.
+        """Whether a request may take longer than the average of those waiting. Then it lengthens the time for which a
+        queue may last (`ALWAYS_WAIT` requests may wait, however slow they are), and there may be room for a caller that
+        was refused.
         """
         everybody = self._everybody
         kinds = everybody.work.kinds
         return len(kinds) != 1 or kind not in kinds or flops * everybody.waiting > everybody.flops
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
-        """Whether that many requests of a caller, of `size` bytes together, would be admitted now, while nothing waits,
-        and leave it with no more than its share. This is no refusal: `admit` may decide otherwise.
+        """Whether nothing waits, and that many requests of a caller, of `size` bytes together, fit into the bounds and
+        into the caller's share. False is no refusal: `admit` may still take them.
         """
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
@@ -340,8 +345,8 @@ class Admission:
         return share_exceeded(bound, limit, self._delay(bound, own, len(self._callers)))
 
     def _delay(self, bound: str, usage: InFlight, callers: int = 1) -> float:
-        """Seconds until half of that should be computed, where that many callers share the device. Computing makes no
-        room for bytes of which most are those of replies.
+        """Seconds until half of what waits should be computed, if that many callers share the device. Where most bytes
+        are those of replies, computing makes no room, and the delay is longer.
         """
         seconds = self.pace.seconds(usage.work) * callers
         unread = bound == "bytes" and 2 * usage.waiting_bytes < usage.bytes

@@ -1,8 +1,7 @@
 """Measures how long batches took, from which it is estimated how long others will take.
 
-In: computed batches, each with the time for which it alone kept the device busy: from its begin or, if the device was
-computing another then, from the end of that one. Out: what the measured rate learns, and what counts towards callers'
-shares. No clock.
+In: computed batches, each with the time that counts for it (`Worker.free`). Out: what the measured rate learns, and
+what counts towards callers' shares. No clock.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ class BatchTimes:
         self._pace = pace
         self._deadlines = deadlines
         self._open: tuple[Batch[Entry], float, float | None] | None = None
+        """The last batch with its begin and its end, as `end` got them; None once that has been learnt from."""
 
     def end(self, batch: Batch[Entry], begin: float, end: float | None) -> None:
         """A batch has been computed. `end` is None if another begins as soon as the loop gets to it: what the loop does
@@ -33,11 +33,15 @@ class BatchTimes:
         self._open = batch, begin, end
 
     def end_failed(self, batch: Batch[Entry], begin: float, end: float) -> None:
-        """A batch has been computed, but not as a whole: that teaches nothing, and counts for its callers."""
+        """A batch has been computed, but not as a whole. Its time teaches nothing, but counts towards its callers'
+        shares.
+        """
         self._queue.end(batch, end - begin)
 
     def learn(self, now: float | None = None) -> None:
-        """Learns how long the last batch took; if the next one begins `now`, including what the loop did in between."""
+        """Learns how long the last batch took. `now` is when the next one begins, which ends a batch that had no end
+        yet.
+        """
         if self._open is None:
             return
         batch, begin, own_end = self._open

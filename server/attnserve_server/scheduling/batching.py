@@ -1,11 +1,13 @@
 """What runs together, and when: a queue of plain data, without a clock, torch or gRPC.
 
 Entries of one *group* can run in one batch. The next batch begins with the entry that is due first and takes others of
-its group, wherever they are in the queue, until the batch is full by cost, count or bytes. When an entry is due depends
-on how long the device works for its caller (`fairness`), so that no caller waits for all that another has sent; each
-priority level makes it due earlier by `aging` seconds of the device's work, with the present callers: a higher priority
-goes first, and nothing waits forever, although a low priority waits longer while callers leave, by the logarithm of
-their number at most. Entries that nobody waits for any more never reach a batch.
+its group, wherever they are in the queue, until the batch is full by cost, count or bytes. Entries that nobody waits
+for any more never reach a batch.
+
+When an entry is due depends on how long the device works for its caller (`fairness.py`), so that no caller waits for
+all that another has sent. Each level of priority makes an entry due earlier, by the virtual time that passes while the
+device works `aging` seconds for the present callers. So a higher priority goes first, and yet nothing waits forever. A
+low priority waits longer while callers leave: by the logarithm of their number at most.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from attnserve_server.scheduling.fairness import FairClock, Place
 from attnserve_server.scheduling.pace import Amount, Pace
 
 MOST_SKIPPED: Final = 64
-"""How many places of groups that are no longer first are kept, beside two for each entry."""
+"""`_first` may hold this many places, beside two for each entry, before those that are out of date are removed."""
 
 MUCH_LONGER: Final = 1.5
-"""What takes this many times as long as it should have changes when its callers' waiting entries are due,"""
+"""If a batch takes this many times as long as it should have, its callers' waiting entries are placed anew,"""
 MUCH_LONGER_SECONDS: Final = 0.005
-"""if it takes this much longer: less would not be worth the work."""
+"""provided that it took this much longer: for less, the work would not be worth it."""
 
 
 class Waiting(Protocol):
@@ -104,7 +106,8 @@ class BatchQueue(Generic[E]):
         max_batch_bytes: int | None,
         layer_discount: int,
     ) -> None:
-        """No batch exceeds these bounds unless it is of one entry. So many operations of a layer count as one."""
+        """No batch exceeds these bounds unless it is of one entry. `layer_discount` operations of a layer count as one.
+        """
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging
@@ -112,12 +115,13 @@ class BatchQueue(Generic[E]):
         self._max_batch_bytes = max_batch_bytes
         self._layer_discount = layer_discount
         self._filling = 0
+        """What all entries together count towards the cost of a batch (`_share`)."""
         self._fairness = FairClock()
         self._groups: dict[Hashable, ByPriority[E]] = {}
         """The entries of each group, by priority, virtual start time and the order of pushes."""
         self._first: ByPriority[Hashable] = ByPriority()
-        """The groups, by their first entries of each priority. Those that are no longer first stay for a while, and are
-        skipped.
+        """The groups, by the place of their first entry of each priority. When that entry is no longer the first of its
+        group, its place stays here for a while, and is skipped.
         """
         self._pushes = itertools.count()
         self._work = Amount()
@@ -156,8 +160,8 @@ class BatchQueue(Generic[E]):
         return min((placed.item.arrival for group in self._groups.values() for _, placed in group), default=None)
 
     def least_seconds_before(self, caller: Hashable, priority: int) -> float:
-        """The least time that running takes for those waiting entries that are due before this caller's next one with
-        this priority. Looks at all waiting entries.
+        """The least time that it takes to run what is due before this caller's next entry with this priority. Looks at
+        all waiting entries.
         """
         level = self._level()
         due = self._fairness.begin(caller, priority) - priority * level
@@ -190,8 +194,8 @@ class BatchQueue(Generic[E]):
         return batch
 
     def end(self, batch: Batch[E], seconds: float | None) -> None:
-        """Takes note that a batch which had entries has run, and how long it took: that counts towards its callers'
-        shares, whatever it should have taken. None if none of it has run.
+        """Takes note that a batch which had entries is over. `seconds` is how long it took; that counts towards its
+        callers' shares, whatever it should have taken. None if nothing of it has run.
         """
         self._fairness.end_run(batch.charges, batch.callers, seconds)
         expected = sum(batch.charges.values())
@@ -203,8 +207,8 @@ class BatchQueue(Generic[E]):
             self._begin_later({caller for caller, _ in batch.charges})
 
     def _begin_later(self, callers: set[Hashable]) -> None:
-        """Places what callers have waiting anew, because something of theirs took much longer than it should have: what
-        is like it does so, too, and each would run before others as if it did not. Looks at all waiting entries.
+        """Places the waiting entries of callers anew, because something of theirs took much longer than it should have.
+        Entries like it will take longer, too, but have been placed as if they did not. Looks at all waiting entries.
         """
         waiting = sorted((placed for group in self._groups.values() for _, placed in group), key=attrgetter("number"))
         begins: dict[int, tuple[float, float]] = {}
@@ -244,20 +248,20 @@ class BatchQueue(Generic[E]):
         return dropped
 
     def _find_first(self) -> None:
-        """Forgets the places that are no longer first: their turn to be skipped may never come."""
+        """Makes `_first` anew, without the places that are out of date: their turn to be skipped may never come."""
         self._first.clear()
         for group, waiting in self._groups.items():
             for priority, head in waiting.heads():
                 self._first.push(priority, Placed(head.begin, head.number, group))
 
     def _level(self) -> float:
-        """How much earlier a level of priority makes an entry due: virtual time is slower by as many callers as there
-        are.
+        """How much earlier a level of priority makes an entry due, in virtual time: that is slower than the device's
+        time by the number of callers.
         """
         return self._aging / max(1, self._fairness.callers)
 
     def _fill(self, batch: Batch[E], waiting: ByPriority[E], level: float, now: float) -> set[int]:
-        """Fills a batch from the group whose entry is due first; takes out only that entry if nobody waits for it.
+        """Fills a batch from the group whose entry is due first. If nobody waits for that entry, only it is taken out.
         Returns the priorities of what has been taken out.
         """
         callers, seconds, filling, size = self._fairness.callers, 0.0, 0, 0
@@ -278,7 +282,7 @@ class BatchQueue(Generic[E]):
             if gone is not None:
                 self._waive(head)
             elif not batch.entries:
-                self._fairness.begin_run()  # before the entry leaves
+                self._fairness.begin_run()  # before the entry leaves: the clock must not start afresh
             self._forget(entry)
             if gone is None:
                 batch.entries.append(entry)
@@ -300,7 +304,7 @@ class BatchQueue(Generic[E]):
         return changed
 
     def _fullness(self, requests: int, filling: int, size: int) -> float:
-        """The part of a batch that so much fills, by the bound that it is nearest to; 1 for what exceeds one."""
+        """The part of a batch that so much fills, by the bound of which it takes most; 1 if it exceeds a bound."""
         by_bytes = 0.0 if self._max_batch_bytes is None else size / self._max_batch_bytes
         return min(1.0, max(requests / self._max_requests, filling / self._max_cost, by_bytes))
 

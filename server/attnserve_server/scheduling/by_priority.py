@@ -1,8 +1,8 @@
 """Items of several priorities in one order, although what a priority is worth changes while they wait.
 
-In: items, each with a time at which it begins. Out: the one that comes first: by its time, less what one level of
-priority is worth at the moment for each of its levels; of equal ones, the one that was numbered first. So the order
-among items of one priority never changes.
+In: items, each with a time at which it begins. Out: the one that comes first. Each level of its priority makes an item
+earlier by what a level is worth at the moment; of equal items, the one with the lower number comes first. So the order
+among items of one priority never changes, and each priority can have a heap of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Computes one batch on a device and, if that fails, finds the requests to blame: only they get an error.
 
 In: a device and entries of one group. Out: results or errors, each with the entries that it is for. A batch that fails
-is computed again request by request; one that then finds no memory beside another batch is computed once more without
-that (`shared_lock.py`). What a request appends to caches has its place already, so writing it again changes nothing.
-If the device is lost, the whole batch fails. A batch that was launched without waiting, and failed, is computed again
-in the same ways.
+is computed again, request by request. A request that finds no memory beside another batch is computed once more,
+without that batch (`shared_lock.py`). What a request appends to caches has its place already, so that writing it again
+changes nothing. If the device is lost, the whole batch fails. A batch that was launched without waiting, and failed, is
+computed again in the same ways.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def compute(device: Device, entries: list[Entry], lock: SharedLock | None = None
 
 
 def launch(device: Device, entries: list[Entry], lock: SharedLock) -> Callable[[], list[Part]] | None:
-    """Launches a batch on this thread, beside others, without waiting; returns what waits for it and, if it has failed,
-    computes it. None if it cannot be launched, or that failed.
+    """Launches a batch on this thread, beside others, without waiting. Returns a function that waits for it and, if it
+    has failed, computes it again. None if it cannot be launched, or launching it failed.
     """
     if not lock.try_share():
         return None
@@ -70,7 +70,7 @@ def launch(device: Device, entries: list[Entry], lock: SharedLock) -> Callable[[
 
 def _finished(device: Device, entries: list[Entry], lock: SharedLock, finish: list[Finish]) -> list[Part]:
     try:
-        return [Part(entries, _of_all(finish.pop()(), entries))]  # nothing keeps what it holds if it fails
+        return [Part(entries, _of_all(finish.pop()(), entries))]  # popped: if it fails, nothing keeps what it holds
     except Exception:
         logger.info("a batch of %d that was launched failed", len(entries), exc_info=True)
     finally:

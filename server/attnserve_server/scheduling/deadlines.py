@@ -14,8 +14,8 @@ from attnserve_server.scheduling.batching import Batch, BatchQueue
 from attnserve_server.scheduling.entry import Entry
 
 TRIAL_PAUSE: Final = 9
-"""A request that should be too late by the measured rate is tried if the last trial ended this many times its own
-duration ago: at most a tenth of the device's time goes into replies that nobody may wait for."""
+"""A request that should be too late by the measured rate is computed all the same, as a trial, if the last trial ended
+this many times its own duration ago. So at most a tenth of the device's time goes into replies that may be too late."""
 
 
 class Deadlines:
@@ -26,7 +26,9 @@ class Deadlines:
         self._admission = admission
         self._pace = admission.pace
         self._trial: ref[Entry] | None = None
-        """The last trial, until it has been computed. It may end otherwise, and its message be large."""
+        """The last trial, until it has been computed. It may end without that, and its message may be large: so this
+        does not keep it.
+        """
         self._next_trial = 0.0
 
     def check(self, entry: Entry, free_at: float | None) -> bool:

@@ -1,8 +1,9 @@
 """The life of a request between its decoding and its reply: admit, queue, batch, run, complete.
 
-The engine lives on the event loop. A batch forms while the device is busy, and an idle device starts at once: there is
-no timer without `max_wait`. The worker (`worker.py`) runs the device. A device that takes several batches at a time
-gets the next beside the first, once the next is full or costs no less.
+The engine lives on the event loop. Requests that come while the device is busy form the next batch. An idle device
+starts at once: only `max_wait` makes it wait, by a timer. The worker (`worker.py`) runs the device. Some devices take
+several batches at a time. A busy one gets another once what waits fills a batch, or costs no less than the batch that
+it got last.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Engine:
         self._batch_times = BatchTimes(queue, admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
         self._next_step: asyncio.Handle | None = None
+        """The scheduled call of `_step`, if there is one."""
         self._waits = False
+        """Whether that call is a timer, so that a batch may fill until then (`max_wait`)."""
         self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,14 +88,14 @@ class Engine:
         raise self._closed
 
     def check(self, caller: Hashable, size: int) -> None:
-        """Raises what `check_open` does, or Overloaded, if a request of `size` bytes would be refused whatever it asks
-        for: refusing must cost less than reading.
+        """Raises what `check_open` does, and Overloaded if a request of `size` bytes would be refused whatever it asks
+        for. This is asked before the request is read: refusing it must cost less than reading it.
         """
         self.check_open()
         self._admission.check(caller, size)
 
     def refusal(self, caller: Hashable, size: int) -> NoRoom | None:
-        """The same, but what the Overloaded would say is returned: see `Admission.refusal`."""
+        """As `check`, but returns what the Overloaded would say: see `Admission.refusal`."""
         self.check_open()
         return self._admission.refusal(caller, size)
 
@@ -111,13 +114,14 @@ class Engine:
         is_timed = entry.deadline < inf and entry.request.computes
         is_trial = is_timed and self._deadlines.check(entry, self.worker.free_at)
         self._pending.enter(entry)
-        if is_trial:  # only now: what is refused is never computed
+        if is_trial:  # not before `enter`, which may refuse it
             self._deadlines.begin_trial(entry)
         self._idle.clear()
 
     def hurry(self) -> None:
-        """Runs what has been taken. If that is little, and all that is in flight, it does not wait for the loop's next
-        turn: waiting for others to join the batch would take longer than computing it.
+        """Runs what has been taken. If that is little, and nothing else is in flight, it runs at once: to wait a turn
+        of the loop for others to join the batch would take longer than to compute it. All else is scheduled, as by
+        `submit`.
         """
         queued = self._queue.requests
         if (
@@ -141,7 +145,9 @@ class Engine:
 
     @property
     def is_free(self) -> bool:
-        """Whether a request that comes now can be computed at once: nothing is before it, and batches need not fill."""
+        """Whether a request that comes now can be computed at once: the engine is open, nothing waits or runs, and
+        batches do not wait to fill.
+        """
         return self._pending.none_ready and not (self._closed or self.worker.runs or self._max_wait)
 
     def has_room_for(self, caller: Hashable, size: int, requests: int) -> bool:
@@ -149,16 +155,18 @@ class Engine:
         return self._admission.has_room_for(caller, size, requests)
 
     def computed_inline(self, caller: Hashable, size: int, requests: int, seconds: float) -> None:
-        """Takes such requests, which have meanwhile been computed in `seconds`. No rate is learnt from that: in a
-        queue, each takes longer. The caller of this calls `release` when they have been replied to.
+        """Admits requests for which `has_room_for` has found room, and which have since been computed without the
+        queue, in `seconds`. No rate is learnt from that: each takes longer in a queue. The caller of this calls
+        `release` when they have been replied to.
         """
         self._admission.admit_computed(caller, size, requests)
         self._idle.clear()
         self.worker.computed_inline(seconds)
 
     def answered(self, entry: Entry, reply_bytes: int) -> StillHeld:
-        """Lets go of an admitted request whose reply, of so many bytes, is about to be sent. Returns what still counts:
-        the reply, twice, for there are two of it while it is being sent (`rpc/outbox.py`).
+        """Lets go of an admitted request whose reply is about to be sent. Returns what admission still counts for it:
+        twice the reply, because there are two copies of it while it is being sent (`rpc/outbox.py`), but no more than
+        before.
         """
         left = min(entry.size, 2 * reply_bytes)
         self._admission.shrink(entry.caller, entry.size - left)
@@ -218,7 +226,7 @@ class Engine:
         try:
             while self._queue.requests:
                 batches.append(self._queue.pop(perf_counter()))
-        except Exception:  # callers of what it holds learn that when the process ends
+        except Exception:  # callers of what is in it learn of the failure when the process ends
             logger.exception("the queue is broken")
         waiting = [entry for batch in batches for entry in (*batch.entries, *batch.cancelled, *batch.expired)]
         for entry in dict.fromkeys([*waiting, *self._pending.all_at_turns()]):
@@ -240,14 +248,14 @@ class Engine:
                 return
             self._next_step.cancel()
         self._waits = wait > 0
-        # Not at once, but once the loop has handed over what it has already received: that makes a batch.
-        if wait > 0:  # the loop rounds to whole milliseconds, and what it rounds to 0 would not wait
+        # Not at once: first the loop hands over what it has already received, so that all of that makes a batch.
+        if wait > 0:  # rounded up: the loop rounds to whole milliseconds, and 0 would not wait
             self._next_step = self._loop.call_later(ceil(wait * 1e3) * 1e-3, self._step)
         else:
             self._next_step = self._loop.call_soon(self._step)
 
     def _has_room(self) -> bool:
-        """Whether a busy device takes what waits."""
+        """Whether a busy device takes another batch now."""
         worker = self.worker
         return worker.depth > 1 and worker.has_room_beside(self._queue.cost, self._queue.is_full)
 
@@ -279,7 +287,7 @@ class Engine:
         self._pending.begin(batch)
         if not batch.entries:
             self.worker.give_back(run)
-            if batch.charges:  # there were some, none of which could run
+            if batch.charges:  # it had entries, none of which could run
                 self._queue.end(batch, None)
             self._schedule()
             return
@@ -296,7 +304,7 @@ class Engine:
             self._pending.drop_cancelled()
         except Exception as bug:
             self._fail_by(bug)
-        self._schedule()  # those whose turn has come
+        self._schedule()  # what has left may have made it the turn of others
 
     def _run_without_device(self) -> None:
         """Runs what has nothing to compute."""
@@ -306,7 +314,7 @@ class Engine:
             self._pending.run_without_device(self._device)
         except Exception as bug:
             self._fail_by(bug)
-        self._schedule()  # those whose turn has come
+        self._schedule()  # what has left may have made it the turn of others
 
     def _complete(self, run: Run, parts: list[Part]) -> None:
         """Hands results to their callers, and schedules the next batch."""
@@ -315,7 +323,7 @@ class Engine:
         try:
             self._hand_over(run, parts)
         except Exception as bug:
-            if run not in self.worker.runs:  # so that its callers are told, too
+            if run not in self.worker.runs:  # `fail` tells the callers of what is in there
                 self.worker.take(run.batch, run.begin)
             self._fail_by(bug)
 
@@ -329,7 +337,8 @@ class Engine:
             self._admission.computed(entry.caller, entry.size, entry.cost, entry.kind)
             entry.device_seconds += (now - since) * entry.cost / max(1, batch.cost)
         if len(parts) == 1 and not isinstance(parts[0].outcome, RequestError):  # the time of a failure says nothing
-            # The next batch has begun already, or will not begin as soon as it could.
+            # Mostly the next batch begins as soon as the loop gets to it, and the time until then counts as this one's
+            # (`BatchTimes.end`). Not if another runs already, if batches wait to fill, or if nothing waits.
             apart = bool(self.worker.runs) or self._max_wait > 0 or not self._queue.requests
             self._batch_times.end(batch, since, now if apart else None)
             if apart:
@@ -350,7 +359,9 @@ class Engine:
             self._delivery.deliver(entries, begin, outcome)
 
     def _whole(self, entries: list[Entry], outcome: BatchResult | RequestError) -> Part:
-        """What may be delivered. Requests that must run again are queued, at the cost of that."""
+        """The part of an outcome that can be delivered. Requests that must run again are queued, each at the cost of
+        running again.
+        """
         if isinstance(outcome, RequestError) or not outcome.again:
             return Part(entries, outcome)
         for place, request in outcome.again.items():

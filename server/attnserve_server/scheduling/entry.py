@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request that ran: its result, its phases (encode is only the fetch so far), its batch's size."""
+    """The outcome of a request that ran: its result, its phases, and the size of its batch. `Phases.encode` is only the
+    time of the fetch so far.
+    """
 
     result: RequestResult
     phases: Phases
@@ -38,7 +40,9 @@ class Held(Protocol):
 
 
 class StillHeld(NamedTuple):
-    """What is held of a request whose reply is being sent, without the request and the results of its batch."""
+    """What admission counts for a request whose reply is being sent. Unlike the entry, it does not keep the request and
+    the results of its batch in memory.
+    """
 
     caller: Hashable
     requests: int
@@ -54,7 +58,7 @@ class Entry:
 
     `caller` tells callers apart (`Caller.share`); `trace` is there if the request is recorded. Times are of
     `time.perf_counter`. `reply` is called once, on the event loop: with `Cancelled` if the entry was cancelled before
-    it ran. If it fails with an outcome, it is called once more, with an error.
+    it ran. If it raises an exception when it is given an outcome, it is called once more, with an error.
     """
 
     requests: ClassVar[int] = 1
@@ -76,8 +80,8 @@ class Entry:
     cost: int = field(init=False)
     """What it costs to run, in FLOPs."""
     size: int = field(init=False)
-    """The bytes that it may take until its reply has been sent: the message and the reply, or, once only the reply is
-    left and being sent, twice that (`Engine.answered`).
+    """The most bytes that it takes until its reply has been sent: the message, what computing takes and the reply, or
+    later twice the reply, while that is being sent (`Engine.answered`).
     """
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
 """Fair queueing: shares the device's time equally among the callers that have work waiting.
 
-Each entry gets a virtual start time: now or, if that is later, when all that its caller sent before it is done, except
-what has a lower priority. The virtual clock advances at the rate at which a caller is served its equal share, so
+Each entry gets a virtual start time: when all is done that its caller sent before with the same or a higher priority,
+or now if that is later. The virtual clock advances at the rate at which a caller with an equal share is served. So
 serving entries in the order of their start times is as if each caller had a slower device of its own. (Weighted fair
 queueing: Demers, Keshav, Shenker 1989; by start times: Goyal, Vin, Cheng 1996.) Time is counted in seconds of the
-device: those that an entry should take and, once its batch has run, those that it did take. So nobody gains by sending
-what takes longer than it seems.
+device: at first those that an entry should take and, once its batch has run, those that it did take. So nobody gains by
+sending what takes longer than it seems.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _NOTHING: Final[Mapping[int, float]] = {}
 
 
 class Place(NamedTuple):
-    """An entry that waits: its priority and virtual start time, how long it should have taken, and how long now."""
+    """A waiting entry: its priority, its virtual start time, and how long it should take, by what was known `before`
+    and by what is known now.
+    """
 
     priority: int
     begin: float
@@ -35,7 +37,7 @@ class FairClock:
         self._now = 0.0
         self._waiting: dict[Hashable, int] = {}
         self._running = 0
-        """How many runs have begun and not ended."""
+        """How many batches run: `begin_run` to `end_run`."""
         self._until: dict[Hashable, dict[int, float]] = {}
         """For each caller and each of its priorities, when all that it sent with that priority or above is done."""
         self._prune_at = FORGOTTEN
@@ -46,7 +48,7 @@ class FairClock:
         return len(self._waiting)
 
     def begin(self, caller: Hashable, priority: int) -> float:
-        """The virtual time that the caller's next entry would get."""
+        """The virtual start time that the caller's next entry of this priority would get."""
         begin = self._now
         for level, done in self._until.get(caller, _NOTHING).items():
             if level >= priority and done > begin:
@@ -65,8 +67,9 @@ class FairClock:
         return begin
 
     def begin_later(self, caller: Hashable, waiting: Iterable[Place]) -> list[float]:
-        """The virtual start times of all entries of a caller that wait, in the order in which they came, when it has
-        used more than it should have, and they should take other times than when they came. None begins earlier.
+        """Places all waiting entries of a caller anew, which are given in the order in which they came: it has used
+        more than it should have, and they should take other times than was known before. Returns their virtual start
+        times, none of which is earlier than it was.
         """
         places = list(waiting)
         if not places:
@@ -101,22 +104,24 @@ class FairClock:
             self._prune_at = max(FORGOTTEN, 2 * len(self._until))
 
     def waive(self, caller: Hashable, priority: int, seconds: float) -> None:
-        """Charges nothing for an entry that waits, should have taken that long, and will not run."""
+        """Charges nothing for a waiting entry that will not run; it should have taken that long."""
         self._correct(caller, priority, -seconds)
 
     def begin_run(self) -> None:
-        """Takes note that entries run from now on, which leave: until `end_run`, nobody starts afresh."""
+        """Takes note that a batch begins to run, whose entries leave. The clock does not start afresh before `end_run`.
+        """
         self._running += 1
 
     def served(self, seconds: float, callers: int) -> None:
-        """Advances the clock by what now runs and should take that long, taken while that many callers had work
-        waiting.
+        """Advances the clock for a batch that begins and should take that long. When it was taken out of the queue,
+        that many callers had work waiting.
         """
         self._now += seconds / callers
 
     def end_run(self, charges: Mapping[tuple[Hashable, int], float], callers: int, seconds: float | None) -> None:
-        """Corrects the clock, and what callers have used, by how long it took, if that is known. `charges` is how long
-        each caller's entries of each priority should have taken; `callers` is as in `served`.
+        """Takes note that a batch is over. Corrects the clock, and what callers have used, by how long it took; not at
+        all if that is None. `charges` is how long each caller's entries of each priority should have taken; `callers`
+        is as in `served`.
         """
         self._running -= 1
         expected = sum(charges.values())
@@ -128,7 +133,7 @@ class FairClock:
             self._start_afresh()
 
     def _correct(self, caller: Hashable, priority: int, more: float) -> None:
-        """Counts that much more as used by a caller, which may have been forgotten since: then it owed nothing."""
+        """Counts that much more as used by a caller. If it has been forgotten since, it had used nothing in advance."""
         until = self._until.get(caller)
         if until is None:
             if more > 0.0:

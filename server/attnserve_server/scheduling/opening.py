@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 BATCH_FLOPS: Final = 4 * 10**9
 """What one batch may cost if nothing is configured: some 10 ms of a CPU, and more than a GPU needs to be busy."""
 CUDA_LAYER_DISCOUNT: Final = 250
-"""How many operations of a layer count as one there, on a GPU: a batch reads its weights once for all requests, which
-takes as long as some hundred operations with each of them. So steps by many callers of a large decoder run together.
+"""How many operations of a layer count as one towards `BATCH_FLOPS`, on a GPU. A batch reads the layer's weights once
+for all its requests, and that takes as long as some hundred operations with each weight. So the steps of many callers
+in a large decoder run together.
 """
 CUDA_BATCH_BYTES: Final = 16 << 20
-"""What one batch receives at most on a GPU: more is better copied there while a first part of it is computed."""
+"""The most bytes that the requests of one batch bring, on a GPU. If there are more, it is better to copy the rest while
+a first part is computed.
+"""
 
 
 def batch_flops(config: Config) -> int:

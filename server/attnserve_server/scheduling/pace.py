@@ -32,13 +32,14 @@ CHANGE: Final = NOISE / 20
 """What a batch adds to the variance of the figure that it depends on: with `NOISE`, the last five batches decide."""
 SURPRISE: Final = 3.0
 """An error of more standard deviations than this is a surprise: the batches that follow count more. If the batch took
-longer, the error is capped here, since anything may hold a batch up; nothing makes one faster than it can be.
+longer than expected, the error is capped at this, since anything may hold a batch up. If it took less, the error counts
+in full: nothing makes a batch faster than it can be.
 """
 DOUBT: Final = 3.0
 """By how many times its variance a figure becomes more uncertain after a surprise."""
 
 LEARNING: Final = 0.2
-"""The weight of one batch in the averages of requests; of the first it is 1, of the second a half, and so on."""
+"""The weight of one batch in moving averages. The first ones weigh more: 1, a half, a third, and so on down to this."""
 FORGETTING: Final = 0.999
 """The factor by which each batch reduces the largest cost seen."""
 MAX_KINDS: Final = 256
@@ -72,7 +73,7 @@ class Amount:
             tally.largest = flops
 
     def remove(self, kind: str, flops: float) -> None:
-        """Counts a request out. `largest` remains that of all requests since there last was none of this kind."""
+        """Counts a request out. `largest` remains as it is until no request of the kind is left."""
         tally = self.kinds[kind]
         if tally.requests == 1:
             del self.kinds[kind]
@@ -108,12 +109,14 @@ class Rate:
         return flops * self.flop_seconds + requests * self.request_seconds
 
     def least_seconds(self, flops: float, requests: int) -> float:
-        """A lower bound for that: a request larger than any that has run takes longer, but how long is unknown."""
+        """A lower bound for `seconds`. A request larger than any that has run counts as the largest that has: how much
+        longer it takes is unknown.
+        """
         return self.seconds(min(flops, requests * self.largest), requests)
 
     def learn(self, tally: Tally, share: float, error: float) -> None:
-        """Learns from the work of one kind in a batch, which should have taken that share of its time; `error` is the
-        logarithm of the batch's time divided by what was expected.
+        """Learns from the work of one kind in a batch. `share` is the part of the batch's time that this work should
+        have taken; `error` is the logarithm of the batch's time divided by what was expected.
         """
         by_flops, by_requests = tally.flops * self.flop_seconds, tally.requests * self.request_seconds
         flops = by_flops / (by_flops + by_requests)  # how sensitive the time is to each figure

@@ -80,7 +80,7 @@ class PendingRequests:
         self._let_run(entry)
 
     def _let_run(self, entry: Entry) -> None:
-        """Takes note that a request waits for nothing but the device, or not even that."""
+        """Lets a request run whose turn has come: on the device, for which it is queued, or without it."""
         if entry.request.computes:
             self._queue.push(entry)
             return
@@ -89,7 +89,7 @@ class PendingRequests:
         self._without_device.append(entry)
 
     def run_without_device(self, device: Device) -> None:
-        """Runs all requests that have nothing to compute and whose turn has come, also if it comes meanwhile."""
+        """Runs all requests that have nothing to compute and whose turn has come or comes meanwhile."""
         while self._without_device:
             entry, begin = self._without_device.popleft(), perf_counter()
             if entry.cancelled:
@@ -138,8 +138,8 @@ class PendingRequests:
         self._drop(self._queue.drop_cancelled(), Cancelled)
 
     def begin(self, batch: Batch[Entry]) -> None:
-        """Calls `begin` of a batch's requests, whose turn it is, and replies to all that will not run, because nobody
-        waits for them or because they cannot. Those leave the batch.
+        """Calls `begin` of a batch's requests, whose turn it is. Replies to those that will not run, because nobody
+        waits for them or because they cannot; they leave the batch.
         """
         self._drop(batch.cancelled, Cancelled)
         self._drop(batch.expired, DeadlineExceeded)
@@ -161,7 +161,7 @@ class PendingRequests:
         batch.entries = able
 
     def leave(self, entry: Entry) -> None:
-        """Gives up what a request needed that has run or never will; it is then the turn of those next in line."""
+        """Gives up what a request needed, once it has run or never will. Then it is the turn of those next in line."""
         if not entry.request.needs:
             return
         entry.request.leave()

@@ -43,8 +43,8 @@ class SharedLock:
             self._release(exclusive=1)
 
     def try_share(self) -> bool:
-        """Holds it shared until `unshare` is called, by any thread; not if one holds it, or waits for it, exclusively.
-        Returns whether it does.
+        """Holds it shared until `unshare` is called, by any thread, and returns True. Returns False, without waiting,
+        if a thread holds it exclusively or waits for that.
         """
         with self._changed:
             if not self._exclusive:
@@ -52,7 +52,7 @@ class SharedLock:
             return not self._exclusive
 
     def unshare(self) -> None:
-        """Ends that."""
+        """Ends what `try_share` began."""
         self._release()
 
     def _release(self, exclusive: int = 0) -> None:

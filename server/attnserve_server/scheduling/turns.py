@@ -1,8 +1,8 @@
 """Whose turn it is: requests that need the same thing run in order of arrival, whatever else runs meanwhile.
 
-Plain data in, plain data out. An entrant stands behind all that entered before and need one of the same things, unless
-all of those and itself only share it: those that leave a thing unchanged can have it at the same time. It joins all its
-lines on entering, so that no two can wait for each other.
+Plain data in, plain data out. There is a line for each thing, and an entrant stands behind all that are in its lines
+already. But those that leave a thing unchanged can share it: if they are next to each other in its line, they have it
+at the same time. An entrant joins all its lines at once, so that no two can wait for each other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Turns(Generic[T]):
         return list(self._entered)
 
     def enter(self, who: T, needs: Sequence[Hashable], shares: bool) -> bool:
-        """Lines up for things, all different, to share or to have alone; returns whether its turn has come already."""
+        """Lines up for `needs`, which are all different, to share them or to have them alone. Returns whether its turn
+        has come already.
+        """
         self._entered[who] = _Entered(tuple(needs), shares)
         ahead = 0
         for need in needs:

@@ -4,7 +4,7 @@ In: the engine, and how long the device may take beyond what its work accounts f
 A batch that is stuck in a thread fails the engine, which tells all callers. If the loop itself is stuck, because of a
 batch that runs on it or a bug, only the end of the process can tell callers.
 
-Time is counted in beats, of which a suspended process has none: it does not count as stuck when it resumes.
+Time is counted in beats. A suspended process has none, so that it does not count as stuck when it resumes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Watchdog:
         self._end = end
         self._beat_s = min(patience / BEATS, LONGEST_BEAT_S)
         self._loop = asyncio.get_running_loop()
-        # Only its start time: a batch holds messages, results and layers, and must not live until the next beat.
+        # Of the oldest batch, only its start time: a batch holds messages, results and layers, and must not be kept
+        # until the next beat.
         self._oldest: float | None = None
         self._batch_beats = 0
         self._unanswered = 0
@@ -92,6 +93,6 @@ class Watchdog:
         oldest = worker.runs[0].begin if worker.runs else None
         self._batch_beats = self._batch_beats + 1 if oldest == self._oldest else 0
         self._oldest = oldest
-        allowed = self._patience + worker.cost / SLOWEST_FLOPS  # its other batches may be computed first
+        allowed = self._patience + worker.cost / SLOWEST_FLOPS  # others may be computed before the oldest
         if oldest is not None and self._batch_beats * self._beat_s > allowed:
             self._engine.fail(f"a batch has been computed for more than {allowed:.3g} s, and counts as stuck")

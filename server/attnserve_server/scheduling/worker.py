@@ -2,9 +2,9 @@
 
 In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
 outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
-thread costs more than computing it; a larger one in a thread, while the loop receives and decodes what comes next. Of
-what a device computes by itself in few operations, only the wait is in a thread: two threads that launch would wait for
-each other at each operation.
+thread costs more than computing it; a larger one in a thread, while the loop receives and decodes what comes next. A
+batch that a device computes by itself, in few operations, is launched on the loop, and a thread only waits for it: two
+threads that launch would wait for each other at each operation.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(device.depth, "attnserve-device", device.prepare_thread)
         self._lock = SharedLock() if device.depth > 1 else None
         self._counted = 0.0
+        """While the device has batches: up to when `_busy_seconds` has counted its time."""
         self._busy_seconds = 0.0
         self.runs: list[Run] = []
         """The batches that the device has, in the order in which it got them."""
@@ -83,11 +84,12 @@ class Worker:
         return self._busy_seconds + (perf_counter() - self._counted if self.runs else 0.0)
 
     def has_room_beside(self, waiting: int, is_full: bool) -> bool:
-        """Whether a busy device should get one more batch, given the cost of what waits, in FLOPs, and whether that
-        fills a batch.
+        """Whether a busy device should get one more batch. `waiting` is the cost of what waits, in FLOPs; `is_full`
+        says whether that fills a batch.
 
-        Not if it costs less than the device's last batch: a batch that is staged early no longer grows, and two halves
-        take longer than one whole where kernels have a fixed cost however little they do.
+        What does not fill a batch, and costs less than the batch that the device got last, waits on: once it is staged,
+        it no longer grows. Two half batches take longer than a whole one where kernels have a fixed cost, however
+        little they do.
         """
         return len(self.runs) < self.depth and (is_full or waiting >= self.runs[-1].batch.cost)
 
@@ -114,21 +116,24 @@ class Worker:
         self._loop.run_in_executor(self._threads, computing).add_done_callback(partial(self._hand_over, run))
 
     def _may_launch(self, run: Run) -> bool:
-        """Whether a batch that was taken last may be launched on the loop: it is little, and no thread launches, which
-        may be so far ahead of the device that it takes no further operations for a while.
+        """Whether the batch that was taken last may be launched on the loop. It must be small, and no thread may be
+        launching another: a thread may be so far ahead of the device that the device takes no further operations for a
+        while.
         """
         size = sum(entry.size for entry in run.batch.entries)
         return size <= self._device.launch_bytes and all(each.launched for each in self.runs[:-1])
 
     def free(self, run: Run, now: float) -> float:
-        """Removes a batch that is done. Returns since when it alone kept the device busy: no time counts twice."""
+        """Removes a batch that is done. Returns from when on the device's time counts for it: from when another batch
+        was last done or, if the device had none then, from when it got one. So no time counts twice.
+        """
         self.runs.remove(run)
         since, self._counted = self._counted, now
         self._busy_seconds += now - since
         return since
 
     def computed_inline(self, seconds: float) -> None:
-        """Adds busy time of the device, which had no batch, for work that did not come by `take`."""
+        """Adds busy time for work that did not come by `take`, while the device had no batch."""
         self._busy_seconds += seconds
 
     def give_back(self, run: Run) -> None:
@@ -140,7 +145,7 @@ class Worker:
         self._threads.shutdown(wait=not self.runs)
 
     def _hand_over(self, run: Run, done: asyncio.Future[list[Part]]) -> None:
-        """Passes on the outcomes of a batch from its thread, or reports that as dead."""
+        """Passes on the outcomes of a batch from its thread, or reports that the thread is dead."""
         if (error := done.exception()) is not None:
             logger.critical("a batch ended the thread that computed it", exc_info=error)
             self._died()
