@@ -1,4 +1,5 @@
-"""An answer to a call, for whichever RPC it came by: encoded, and taken note of; or only that, if nobody waits for it.
+"""The answer to a call, by whichever RPC that came: it is encoded and accounted for. If nobody waits for it any longer,
+it is only accounted for.
 
 In: an entry and its outcome. Out: what the RPC sends of it.
 """

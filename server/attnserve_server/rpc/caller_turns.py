@@ -18,12 +18,12 @@ MOST_WAITING: Final = 100
 """How many calls of one caller may wait for their turn: their requests are in memory, and in no queue that counts them.
 """
 RETRY_DELAY: Final = 1.0
-"""After how many seconds a caller is to ask again that has so many calls waiting for their turn."""
+"""If a caller has too many calls waiting for their turn: after how many seconds it is to ask again."""
 
 
 class CallerTurns:
-    """Turns of callers, each of which has at most one at a time, in the order in which they came, and `MOST_WAITING`
-    calls that wait for one.
+    """Turns of callers. A caller has at most one turn at a time, and at most `MOST_WAITING` calls that wait for one;
+    they get it in the order in which they came.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CallerTurns:
             except asyncio.CancelledError:
                 if not turn.cancelled():  # it came as the call was cancelled
                     self._end(caller)
-                elif turn in waiting:  # not if the one before has ended since
+                elif turn in waiting:  # else `_end` has passed over it already
                     waiting.remove(turn)
                 raise
         return partial(self._end, caller)

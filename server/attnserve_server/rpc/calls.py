@@ -1,5 +1,7 @@
-"""The messages of a stream: the calls in them, bytes in and `Call`s out, and the replies to these, pieces in and pieces
-out. Neither requests nor responses are looked into.
+"""The messages of a stream.
+
+In: a message, as bytes; and replies to its calls, in pieces. Out: the `Call`s in the message; and the pieces of the
+replies as they go into a message. Neither requests nor responses are looked into.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ Read: TypeAlias = Callable[[Caller, bytes, int, int], Work]
 
 
 class Call(NamedTuple):
-    """A call on a stream: its id, how long its caller waits (seconds), its operation and where in the message the
-    request lies, or what is wrong with it; and its caller's trace context.
+    """A call on a stream: its id, how long its caller waits (seconds), its operation, its request (a message, and where
+    in it the request begins and ends), what is wrong with the call, if anything, and its caller's trace context.
     """
 
     id: int
@@ -76,6 +78,7 @@ def read_message(message: bytes, max_calls: int) -> tuple[Sequence[int], list[Ca
     rest: list[bytes] = []
     rest_bytes = 0
     at, whole = 0, len(message)
+    # Nearly all messages hold nothing but plain calls: these are read first, without what any other field takes.
     while at < whole and message[at] == _CALLS_TAG and (call := _next_call(message, at + 1)) is not None:
         if len(calls) == max_calls:
             raise _too_many_calls(max_calls)
@@ -157,7 +160,7 @@ def _read_call(message: bytes, at: int, end: int) -> Call:
                 error = InvalidRequest("calls", expected, "more", LIMIT_EXCEEDED, limit="max_call_fields")
                 return Call(_id_of(rest), error=error)
             if number in OPERATIONS and wire_type == 2:
-                # Of different operations the last counts; one that is repeated, with no other between, is merged.
+                # Of different operations, the last counts. One that is repeated, with no other in between, is merged.
                 parts = found.pop(number, [])
                 found = {number: [*parts, (content, behind)]}
             else:

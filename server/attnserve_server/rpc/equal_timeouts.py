@@ -1,8 +1,8 @@
 """Timeouts of one length on one timer.
 
 In: something to await. Out: its result, or TimeoutError. What began first is late first, so that one timer, for the
-first of them, is enough. With timers of their own, nearly all of which are cancelled, calls would take as long for that
-as for all else before their messages come.
+first of them, is enough. If each call had a timer of its own, to set it and to cancel it (as nearly all would be) would
+take as long as all else that a call does before its message comes.
 """
 
 from __future__ import annotations

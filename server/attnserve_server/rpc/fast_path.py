@@ -1,8 +1,10 @@
-"""The fast path: answers messages as soon as they are read, all requests of a message as one batch.
+"""The fast path: answers a message as soon as it is read, all its requests as one batch.
 
-In: messages of callers. Out: the reply message, if nothing waits or runs before it, and it asks for little, in layouts
-that came before; otherwise nothing: then it goes the ordinary way, which gives the same answers, or says what is wrong
-with it. It never yields to the event loop: no caller can leave meanwhile, and nothing has to be kept of a request.
+In: messages of callers. Out: for each, the message with the replies, or that it has to go the ordinary way. It is
+answered here only if nothing waits or runs before it, and if it asks for little, in layouts that are known
+(`native/layouts.py`). The ordinary way gives the same answers, or says what is wrong with the message.
+
+The fast path never yields to the event loop. So no caller can leave meanwhile, and nothing has to be kept of a request.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Declined(NamedTuple):
     """A message that is to go the ordinary way. Nothing has happened yet."""
 
     learns: bool
-    """Whether that is because a layout is unknown, which its requests may teach: see `FastPath.learn_from`."""
+    """Whether that is because a layout is unknown. Its requests may then teach it: see `FastPath.learn_from`."""
 
 
 _ORDINARY: Final = Declined(learns=False)
@@ -77,15 +79,16 @@ class FastPath:
         self._caches = caches
         self._max_cost = engine.worker.inline_flops
         self._least_timeout = self._max_cost / SLOWEST_FLOPS
-        """Seconds: whether a shorter timeout is enough is decided on the ordinary way."""
+        """In seconds. What has a shorter timeout goes the ordinary way, which finds out whether it is enough."""
         self._candidates: dict[Hashable, bool] = {}
-        """Keys of requests whose layout is unknown, in the order in which they came last, and whether it may be learnt.
+        """Keys of requests whose layout is unknown, in the order in which they came last. Each has whether its layout
+        may be learnt when it comes again: False once the library has turned out not to suit it.
         """
 
     def answer_message(
         self, caller: Caller, message: bytes, arrival: float, in_flight: Collection[int]
     ) -> Answered | Declined:
-        """The answer to a message on a stream, of whose calls those with the ids `in_flight` are in flight."""
+        """The answer to a message on a stream. `in_flight` are the ids of the stream's calls that are in flight."""
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
             return _ORDINARY
         asked = self._messages.read_message(message, self._max_requests)
@@ -96,7 +99,7 @@ class FastPath:
     def answer_request(
         self, caller: Caller, message: bytes, arrival: float, timeout: float | None
     ) -> Answered | Declined:
-        """The same for a unary call, whose caller waits for `timeout` seconds."""
+        """The answer to the message of a unary call, whose caller waits for `timeout` seconds."""
         if len(message) > LARGEST_MESSAGE or not self._engine.is_free:
             return _ORDINARY
         if timeout is not None and timeout < self._least_timeout:
@@ -107,7 +110,7 @@ class FastPath:
         engine, messages, requests = self._engine, self._messages, asked.requests
         if requests < 0:
             return _UNKNOWN_LAYOUT
-        size = max(asked.request_bytes + asked.result_bytes, 2 * asked.result_bytes)  # as any entry
+        size = max(asked.request_bytes + asked.result_bytes, 2 * asked.result_bytes)  # as `Entry.count`
         if (
             not requests
             or asked.cost > self._max_cost
@@ -117,21 +120,21 @@ class FastPath:
         ):
             return _ORDINARY
         begin = staged = perf_counter()
-        calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # one call each; more for several caches
+        calls, effort, flops, turn = requests, asked.effort, asked.flops, None  # a kernel call each; see below
         if asked.cached:
             turn = self._caches.begin(caller.name, asked, message, self._max_cost)
             if turn is None:
                 return _ORDINARY
-            calls += sum(len(request.uses) - 1 for request in turn.requests)
+            calls += sum(len(request.uses) - 1 for request in turn.requests)  # one for each cache
             effort, flops, staged = turn.effort, turn.flops, perf_counter()
         waited_ns, staging = int((begin - arrival) * 1e9), staged - begin
         decode_ns = waited_ns // requests
-        queue_ns = waited_ns - decode_ns  # while the others were decoded
+        queue_ns = waited_ns - decode_ns  # while other requests of the message were decoded
         answer = None
         try:
             compute_ns = messages.compute(effort, decode_ns, queue_ns, int(staging * 1e9))
             answer = messages.write()
-        except (MemoryError, ArithmeticError):  # the ordinary way tells more of NaN and infinities
+        except (MemoryError, ArithmeticError):  # the ordinary way knows what to do about NaN and infinities
             return _ORDINARY
         finally:
             if turn is not None:

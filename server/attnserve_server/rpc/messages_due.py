@@ -18,15 +18,18 @@ from attnserve_server.rpc.equal_timeouts import EqualTimeouts
 from attnserve_server.rpc.open_rpcs import OpenRpcs
 
 CROWDED_S: Final = 0.5
-"""How many seconds a message may take where few may take longer, and as many do."""
+"""How many seconds a message may take if only few may take longer, and as many as may are doing so."""
 
 CANCELLED_WITHIN_S: Final = 1.0
-"""How long a call without a message may take to be cancelled. One that is not, is told that the message is missing."""
+"""How long a call that gets no message may take to be cancelled. If it is not cancelled, it is told that the message is
+missing.
+"""
 
 
 class MessagesDue:
-    """The messages that are to come: of so many calls of one caller, of so many of all, within so many seconds; None is
-    no bound. If only `unhurried` may take that time, further ones may take `CROWDED_S`.
+    """The unary calls that wait for their messages: at most `most_of_one` of one caller and `most_of_all` of all, each
+    for at most `max_time` seconds (None is no bound). If `unhurried` is given, only as many as it has room for may take
+    that time; others may take `CROWDED_S`.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ async def _message(
         raise late or _missing(f"a message within {timeouts.seconds:g} s") from None
     if isinstance(message, bytes):
         return message
-    # It has ended, so it has mostly been cancelled, by its caller or, if the message is too large, by gRPC. Its task
-    # learns that apart from this.
+    # The call sends no more. Mostly that means that it has been cancelled, by its caller or, if the message is too
+    # large, by gRPC. The cancellation reaches this task by another way, and ends it here.
     await asyncio.sleep(CANCELLED_WITHIN_S)
     raise _missing("a message")
 

@@ -55,6 +55,7 @@ class Outbox:
         self._unread = unread
         self._peer = context.peer()
         self._late = False
+        """Whether the caller does not read its replies (`RepliesUnread`)."""
         self._unsent: deque[Unsent] = deque()
         self._writing: EagerCoroutine | None = None
         self._write_due: asyncio.Handle | None = None
@@ -69,7 +70,9 @@ class Outbox:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception if writing fails: Cancelled if the caller has left, RepliesUnread if it does not read."""
         self.kept: list[Held] = []
-        """After RepliesUnread and `close`: what admission counts for the message that gRPC still has."""
+        """What admission counts for a message that is late, once the outbox is closed: gRPC still has it in memory.
+        Whoever closes the outbox releases this when gRPC lets go.
+        """
 
     def put(self, unsent: Unsent) -> None:
         """Takes a reply, to be written soon."""
@@ -120,7 +123,8 @@ class Outbox:
             while self._unsent:
                 unsent, size = self._next()
                 sending = self._unread.begin(self._peer, size, self._is_late)
-                self._metrics.sent(size)  # a caller that has what it wanted may leave before gRPC says that it is sent
+                # Counted before it is sent: a caller that has what it wanted may leave before gRPC says that it is.
+                self._metrics.sent(size)
                 held = [each.held for each in unsent if each.held is not None]
                 try:
                     await self._context.write(_joined(unsent))
@@ -157,7 +161,9 @@ class Outbox:
 
 
 def _joined(unsent: list[Unsent]) -> bytes:
-    """One message of several replies, which are let go: while it is being sent, this is in memory, and gRPC's copy."""
+    """One message of several replies. It lets go of their pieces: while the message is being sent, only itself and
+    gRPC's copy of it are in memory.
+    """
     message = b"".join([piece for each in unsent for piece in each.pieces])
     unsent.clear()
     return message

@@ -22,9 +22,9 @@ _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pe
 """gRPC's own bounds on RPCs that have arrived and not begun."""
 
 SETTINGS_TIMEOUT_MS: Final = 30_000
-"""How long a connection may take to send its HTTP/2 settings, and to acknowledge ours, which may wait behind megabytes
-that it sends slowly. One that is reset right after it has begun, while the server is busy, keeps its descriptor for
-that long: a minute by gRPC's default.
+"""How long a connection may take to send its HTTP/2 settings, and to acknowledge ours. The acknowledgement may wait
+behind megabytes that the caller sends slowly. But a connection that is reset right after it has begun, while the server
+is busy, keeps its descriptor for as long: with gRPC's default, for a minute.
 """
 
 KEEPALIVE_MS: Final = 60_000
@@ -183,8 +183,8 @@ def _probe(address: Address) -> int:
 async def stop(server: aio.Server, grace: float) -> None:
     """Stops a server: what still runs after the grace (seconds) is cancelled. Its handlers have ended then.
 
-    `aio.Server.stop` returns when the connections are closed, mostly after the handlers. One that is left, and is
-    cancelled with its event loop, has gRPC write a traceback to standard error.
+    `aio.Server.stop` returns when the connections are closed, which is mostly after the handlers have ended. If one
+    were left, and cancelled with its event loop, gRPC would write a traceback to standard error.
     """
     await server.stop(grace)
     handlers = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == _HANDLER]
@@ -193,8 +193,8 @@ async def stop(server: aio.Server, grace: float) -> None:
 
 
 def _make_way(listen: str) -> None:
-    """Checks that a unix socket can be made: gRPC would take over one that another server listens on, and not say why
-    it makes none.
+    """Checks that a unix socket can be made. gRPC would take over a socket that another server listens on and, if it
+    can make none, would not say why.
 
     Raises ListenError if something answers there, or if there can be no socket at that path.
     """

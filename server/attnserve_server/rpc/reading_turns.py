@@ -17,7 +17,8 @@ MAX_TURN_SECONDS: Final = 0.005
 """About how long one caller's messages are read before the loop turns to others' messages and replies."""
 
 CALLED: Final = 8
-"""How many of those in line are called at a time: all that have little to read get it done in one turn of the loop."""
+"""How many of those in line are called at a time, so that several with little to read are done in one turn of the loop.
+"""
 
 
 class _Place:
@@ -56,7 +57,7 @@ class ReadingTurn:
                 place.call = asyncio.get_running_loop().create_future()
                 await place.call
         except asyncio.CancelledError:
-            if self._next is None and not self._reading:  # it may have been called: others are, or the turn is free
+            if self._next is None and not self._reading:  # it may have been called: now others are, if there are any
                 self._call_soon()
             raise
         finally:

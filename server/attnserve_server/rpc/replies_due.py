@@ -1,4 +1,4 @@
-"""The replies that are to be sent of unary calls that nothing else counts: how many there may be.
+"""Unary calls whose replies wait to be sent, and that nothing else counts: how many there may be.
 
 In: calls, when their replies are ready. Out: whether there is room for more. A caller decides when it takes a reply,
 and whether; until then the call takes some 23 KiB.
@@ -20,13 +20,13 @@ OF_CONNECTION: Final = 1024
 OF_ALL: Final = 16_384
 """The most on all connections: they take 370 MiB."""
 ENDED_AT_ONCE: Final = 16
-"""When there are too many, the connections of the oldest are closed: of one in so many of all."""
+"""When there are too many in all, one in this many of them is ended, the oldest first, by closing its connection."""
 
 
 class RepliesDue:
-    """Calls whose replies gRPC has not sent: so many of one connection at most, and so many of all. When these are too
-    many, nobody is refused who has not too many of its own: those who have kept theirs waiting longest do not read, and
-    their connections are closed.
+    """Calls whose replies gRPC has not sent: at most `most_of_one` on one connection, and `most_of_all` in all. When
+    there are too many in all, those on a connection that has room are not refused. Instead, the connections of the
+    oldest are closed: who keeps replies waiting longest does not read.
     """
 
     def __init__(self, most_of_one: int = OF_CONNECTION, most_of_all: int = OF_ALL) -> None:
@@ -41,8 +41,9 @@ class RepliesDue:
         return len(self._calls)
 
     def require_room(self, peer: str) -> None:
-        """Raises Overloaded if as many as may be wait on this connection, or if as many do on all, and it is those
-        on a unix socket: they have no connections that could be told apart.
+        """Raises Overloaded if as many replies as may be wait on this connection. If as many as may be wait in all,
+        connections are closed; it is raised if there are none to close, since on a unix socket they cannot be told
+        apart.
         """
         if self._of[peer] >= self._most_of_one and not peer.startswith("unix"):
             raise Overloaded(too_many_unread(self._most_of_one))

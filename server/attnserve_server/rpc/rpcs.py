@@ -38,8 +38,8 @@ MAX_PLAIN_BYTES: Final = 4 << 20
 
 
 class Received(NamedTuple):
-    """The message of a unary call: when it came (seconds of `time.perf_counter`), and for how many seconds from when it
-    was read its caller waits, None if for ever.
+    """The message of a unary call, and whose it is. `arrival` is when it came (seconds of `time.perf_counter`).
+    `timeout` is for how many seconds from then on its caller waits; None if for ever.
     """
 
     caller: Caller
@@ -89,9 +89,9 @@ class Rpcs:
         `answer` makes the reply or raises one. `operation` is the RPC's name in metrics, traces and the log.
         `counted_elsewhere` says that something else counts the call until gRPC has sent the reply.
 
-        For gRPC it is a handler that takes a stream of messages: it is called before there is one. So those who are not
-        known, or for whom there is no room, are refused without receiving their messages, which takes memory, and as
-        long as all else about a refusal.
+        To gRPC it is a handler that takes a stream of messages, because such a handler is called before a message has
+        come. So callers who are not known, or for whom there is no room, are refused without receiving their messages.
+        To receive one takes memory, and as long as all else about a refusal.
         """
 
         async def attempt(context: Context) -> bytes | _Refused:
@@ -127,7 +127,8 @@ class Rpcs:
         async def handle(_: object, context: Context) -> bytes:
             outcome = await attempt(context)
             if isinstance(outcome, _Refused):
-                # Here there is no message: gRPC keeps the frames that an RPC is refused in until garbage collection.
+                # Refused here and not in `attempt`, whose frame has the message: gRPC keeps the frames in which an RPC
+                # is refused until garbage collection.
                 await self.refuse(context, operation, outcome.error, outcome.caller)
             return outcome
 

@@ -56,25 +56,26 @@ CONNECTION_STREAMS: Final = 1024
 connection for all its clients, each of which watches.
 """
 UNIDENTIFIED_STREAMS: Final = 16_384
-"""The most of those on all connections: they take 250 MiB."""
+"""The most watches and streams of reflection on all connections: they take 250 MiB."""
 UNSENT_MESSAGES: Final = 16_384
 """The most unary calls of all callers that wait for their messages: they take 350 MiB."""
 STRANGER_MESSAGE_S: Final = 2.0
-"""How long the message of a health check may take: it is tiny, and comes with its headers. Anybody may send one of
-`max_message_bytes`, and what has come of it is in memory.
+"""How long the message of a health check may take. It is tiny, and should come with its headers. But anybody may send
+one of up to `max_message_bytes`, and what has come of it is in memory.
 """
 CONNECTION_STRANGERS: Final = 2
 STRANGERS: Final = 16
-"""How many of these messages may take so long, on one connection and in all; any more have `messages_due.CROWDED_S`."""
+"""How many of these messages may take so long, on one connection and in all. Any others may take
+`messages_due.CROWDED_S`.
+"""
 STOP_S: Final = 3.0
 """How long gRPC may take to stop, its grace included: it waits up to 20 s for each connection that stands still."""
 SHARED_MESSAGES: Final = 2
-"""Messages of several calls may have this many times the bytes that there are for each request, and be kept by each of
-their calls: by default, those that the SDK makes.
+"""A message may have this many times the bytes that there are for each request (`max_bytes` / `max_requests`), and
+still be kept by each of its calls. By default, those that the SDK joins are no longer.
 """
 STREAM_SHARE: Final = 4
-"""A stream with more than one in this many of all requests that may be in flight is not read from until it has fewer.
-"""
+"""A stream is not read from while it has more than one in this many of the requests that may be in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,9 @@ class Services:
 
 
 def _messages_due(config: Config) -> MessagesDue:
-    """How many unary calls may wait for their messages, and how long: as long as a reply of that size could take."""
+    """How many unary calls may wait for their messages, and how long: as long as a reply of the longest message's size
+    may take to be read.
+    """
     longest = config.max_unread_time + config.max_message_bytes / REPLY_BYTES_PER_SECOND
     return MessagesDue(config.max_requests, UNSENT_MESSAGES, longest if config.max_unread_time else None)
 

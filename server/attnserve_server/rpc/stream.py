@@ -46,7 +46,7 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a stream of whose replies more than this is unread."""
 
 ATTENDED: Final = LABELS["attend"]
-"""What the metrics and the log call the calls that the fast path answers, and a stream that is refused."""
+"""The label, in metrics and in the log, of calls that the fast path answers, and of a stream that is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,9 @@ class Streams:
     max_unanswered: int
     """Nothing is read from a stream that has more calls than this unanswered."""
     max_shared_bytes: int
-    """A longer message is kept by no call that is less than a third of it: such calls have copies. Otherwise a few
-    bytes, for which there is room, could keep a message of any length in memory for as long as they wait.
+    """In a message that is longer than this, a call that is less than a third of it gets a copy of its bytes, and does
+    not keep the message. Otherwise a call of a few bytes, for which there is room, could keep a message of any length
+    in memory for as long as it waits.
     """
     endings: Endings
     """Takes note of how calls end."""
@@ -95,16 +96,22 @@ class CallStream:
         self._parent = None if streams.tracing is None else in_metadata(context.invocation_metadata())
         self._fast_path = streams.fast_path if streams.tracing is None else None  # which keeps no traces
         self._learns = False
+        """Whether the requests of the message that is being read may teach the fast path a layout."""
         self._id: str | None = None
         self._in_flight: dict[int, Entry] = {}
         self._outbox = Outbox(context, streams.engine, streams.metrics, streams.unread)
         self._reading_turn = streams.reading_turns.of(caller.share)
         self._turn_begin = 0.0
+        """When reading a message began, or when the loop last turned meanwhile."""
         self._reader: asyncio.Task[None] | None = None
         self._receiving = False
+        """Whether a message has come and is not read completely: `end` does not interrupt that."""
         self._ended = False
+        """Whether `end` was called: no further message is read."""
         self._gone = False
+        """Whether the RPC is over: nobody waits for outcomes any longer."""
         self._retiring: asyncio.TimerHandle | None = None
+        """Calls `end` after the grace of `retire`."""
 
     async def serve(self) -> None:
         """Serves the stream to its end. Raises RequestError if the caller sends a malformed message, or does not read
@@ -112,7 +119,7 @@ class CallStream:
         """
         await self._begin()
         self._reader = asyncio.create_task(self._read())
-        if self._ended:
+        if self._ended:  # before there was a reader to cancel
             self._reader.cancel()
         whole = asyncio.create_task(self._read_and_drain(self._reader))
         try:
@@ -128,7 +135,7 @@ class CallStream:
             if self._retiring is not None:
                 self._retiring.cancel()
             self._engine.cancel(self._in_flight.values())
-            self._in_flight.clear()  # a reference cycle would keep messages until garbage collection
+            self._in_flight.clear()  # their replies refer to this: the cycle would keep messages
             self._outbox.close()
             if kept := self._outbox.kept:
                 when_sent(partial(self._engine.release, *kept))
@@ -138,8 +145,8 @@ class CallStream:
             await asyncio.gather(*tasks, self._outbox.broken, return_exceptions=True)
 
     async def _begin(self) -> None:
-        """Sends gRPC's headers. They would go with the first reply, and without them an error could not follow it while
-        it is being sent.
+        """Sends gRPC's headers at once. Otherwise they would go with the first reply, and while that is being sent, no
+        error could be sent after it.
         """
         try:
             await self._context.send_initial_metadata(())
@@ -160,7 +167,9 @@ class CallStream:
             self._retiring = asyncio.get_running_loop().call_later(grace, self.end)
 
     def end(self) -> None:
-        """Stops reading, as if the caller had no more calls to make. Those of a message already read are answered."""
+        """Stops reading, as if the caller had no more calls to make. The calls of messages that have come are still
+        answered.
+        """
         self._ended = True
         if self._reader is not None and not self._receiving:
             self._reader.cancel()
@@ -235,8 +244,8 @@ class CallStream:
         return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
-        """Starts the calls of a message. Since thousands of tiny ones may be in it, the loop gets turns in between, and
-        what has been read begins to run.
+        """Starts the calls of a message. It may hold thousands of tiny ones. So whenever that has taken
+        `MAX_TURN_SECONDS`, what has been read so far begins to run, and the loop gets a turn.
         """
         try:
             cancelled, calls = read_message(message, self._streams.max_message_calls)
@@ -316,7 +325,7 @@ class CallStream:
         entry: Entry | None,
         trace: Trace | None,
     ) -> None:
-        """Puts an error into the outbox that answers a call, which has an entry if it was admitted."""
+        """Answers a call with an error, by way of the outbox. `entry` is None if the call was not admitted."""
         self._streams.endings.ended(label, error.code.name, arrival, trace)
         self._streams.endings.refused(label, error, self._caller, lambda: self._request_id(call_id))
         status = error.encoded_status()

@@ -1,8 +1,9 @@
-"""How old connections and their streams become: callers that never leave would never get to a new server.
+"""How old connections and their streams become. Callers that never left would never get to a new server.
 
-In: the configured age of a connection. Out: gRPC's own settings for it, and a timer for each stream. gRPC asks for no
-further RPCs on an old connection; but a stream is one RPC, however many calls it carries, so it is asked separately,
-later than its connection: the stream that follows is then on a new one.
+In: the configured age of a connection. Out: gRPC's own settings for it, and a timer for each stream. gRPC asks callers
+to begin no further RPCs on an old connection. But a stream is one RPC, however many calls it carries, so its caller is
+asked separately to close it. That comes later than for the connection, so that the stream that follows is on a new
+connection.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class StreamLife:
 
     @property
     def channel_options(self) -> list[tuple[str, int]]:
-        """Options for gRPC. It cuts off what remains after its own grace, so that must outlast every stream."""
+        """Options for gRPC. It has a grace of its own, after which it cuts off what remains on an old connection: that
+        must outlast every stream.
+        """
         grace = self.age * (1.0 + SPREAD) + 2 * self.grace + 1.0
         return [
             ("grpc.max_connection_age_ms", max(1, round(1000 * CONNECTION_SHARE * self.age))),

@@ -1,11 +1,13 @@
 """Replies that their callers do not take: how long one may be on its way, and what becomes of it then.
 
-In: replies, when gRPC begins to send them and when it has. Out: a call for each that takes too long; a unary call ends
-with its connection. gRPC sends no more of a reply than its caller allows (HTTP/2 flow control), and keeps the rest in
-memory until the caller has taken it or the connection ends: nothing else lets go of a message that is being sent.
+In: replies, when gRPC begins to send them and when it has. Out: `Sending.late` is called for a reply that takes too
+long; if it is that of a unary call, its connection is closed. gRPC sends no more of a reply than its caller allows
+(HTTP/2 flow control). It keeps the rest in memory until the caller has taken it or the connection ends: nothing else
+makes it let go of a message that is being sent.
 
-A reply may take the configured time, and as long as the slowest links need: a second for each MiB of it, or, if that is
-more, for each 8 MiB of all that is being sent on its connection, whose replies take turns.
+A reply may take the configured time and, beyond that, as long as the slowest links need: a second for each MiB of it.
+The replies on a connection take turns. So if it is more, a reply may take a second for each 8 MiB of all that is being
+sent on its connection.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ REPLY_BYTES_PER_SECOND: Final = 1 << 20
 CONNECTION_BYTES_PER_SECOND: Final = 8 << 20
 """The same for all replies that are being sent on a connection: where there are many, each takes longer."""
 FAREWELL_S: Final = 5.0
-"""How long a stream that has ended may take to be told so. That comes after the reply that is being sent, so only those
-learn it who are slow; the connection of others is closed."""
+"""How long it may take to tell a caller why its stream has ended. That is sent after the reply that is late, so it
+reaches callers that read slowly. The connection of one that does not read at all is closed."""
 LOOKS: Final = 8
 """How often within the configured time replies are looked at, at most."""
 LARGE_BYTES: Final = 1 << 20
@@ -59,7 +61,7 @@ class Sending:
     late: Callable[[RepliesUnread], object]
     """Called once if it takes too long."""
     call: asyncio.Task[Any] | None
-    """The handler's task of a unary call."""
+    """The handler's task of a unary call; None on a stream."""
 
 
 class UnreadReplies:
@@ -77,7 +79,7 @@ class UnreadReplies:
         self._sending: dict[Sending, None] = {}
         self._next_look: asyncio.TimerHandle | None = None
         self._leaving: dict[asyncio.Task[Any], str] = {}
-        """The tasks of RPCs that are to end, by themselves or with their connection."""
+        """The tasks of RPCs that are to end, by themselves or with their connection, and those connections."""
 
     def begin(
         self,
@@ -100,7 +102,7 @@ class UnreadReplies:
             self._unused_memory.let_go()
 
     def watched(self, operation: str, handle: Handle) -> Handle:
-        """What answers a unary RPC, its reply looked after."""
+        """What answers a unary RPC, so changed that its reply is among those looked at."""
 
         async def watched(messages: object, context: aio.ServicerContext[bytes, bytes]) -> bytes:
             reply = await handle(messages, context)
@@ -113,15 +115,15 @@ class UnreadReplies:
         return watched
 
     def bid_farewell(self, peer: str) -> None:
-        """Has the RPC whose handler calls this end in time, if need be with its connection: it ends with an error that
-        is sent after a reply that is being sent, and is late.
+        """Makes sure that the RPC whose handler calls this ends in time. It ends with an error, which is sent after the
+        reply that is late. If that takes too long, its connection is closed.
         """
         task = asyncio.current_task()
         assert task is not None
         self._leaving[task] = peer
 
         def cut_off() -> None:
-            if task in self._leaving:  # not if another stream has closed their connection
+            if task in self._leaving:  # else the RPC is over, or its connection closed
                 self._cut_off(peer)
 
         timer = self._loop.call_later(FAREWELL_S, cut_off)
@@ -161,12 +163,14 @@ class UnreadReplies:
     def _end_call(self, operation: str, context: aio.ServicerContext[bytes, bytes], error: RepliesUnread) -> None:
         """Counts and logs a unary call that is late. Its caller is told nothing: its status is part of the reply."""
         caller = None
-        with suppress(RequestError):  # one whose token has been revoked since
+        with suppress(RequestError):  # its token may have been revoked since
             caller = self._callers.identify(context)
         self._endings.refused(operation, error, caller, lambda: request_id_of(context))
 
     def _cut_off(self, peer: str) -> None:
-        """Closes a connection, and ends what is on it and does not end by itself: gRPC would log that as an error."""
+        """Closes a connection, and cancels the RPCs on it that have not ended yet: otherwise gRPC would log their end
+        as an error.
+        """
         if not disconnect(peer):
             logger.warning("a connection whose caller does not read cannot be closed: %s", peer)
             return
