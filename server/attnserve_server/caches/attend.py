@@ -43,10 +43,10 @@ def attend_tensors(
 ) -> list[AttentionResult]:
     """The results of queries, as those of `attend_cache`, without the native kernel.
 
-    Where there is a kernel for keys that lie anywhere, it takes what it can (see `scattered.py`). With `fold`, the
-    default on any device but a CPU, few other queries over pages are computed by the kernels of `Attend`, page by page,
-    and those over the same pages in one call: the bits then depend on how many queries there are. Without it, few
-    queries are computed as in `step.py`.
+    Where there is a kernel for keys that lie anywhere, it takes what it can (see `scattered.py`). The kernels of
+    `Attend` compute the others. With `fold`, the default on any device but a CPU, they compute those of few rows page
+    by page, and all those over the same pages in one call: the bits then depend on how many queries there are. Without
+    `fold`, those of few rows are computed as in `step.py`.
     """
     scattering = compute.scattering
     if scattering is not None and len(queries):

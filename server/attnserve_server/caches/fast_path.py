@@ -1,11 +1,12 @@
-"""Requests to caches on the fast path: each has its turn as soon as it is read, since nothing is queued before it.
+"""Requests to caches on the fast path: the turn of each comes as soon as it is read, since nothing is queued before it.
 
-In: messages that have been read, with requests whose layouts the library knows. Out: requests whose appends have been
-written and whose calls the library has in full; or None, and then nothing has happened: whatever is wrong or unusual
-takes the ordinary path.
+In: messages that have been read, with requests whose layouts the library knows. Out: a `Turn`, which means that what
+its requests append has been written, and that the library has all that it needs to compute them. Or None, if anything
+is wrong or unusual: then nothing has changed, and the message takes the ordinary path.
 
-Steps come to the same caches again and again, and each finds little but keys and values in the processor's cache: so
-a request is kept, and reused once it is finished for the next one that differs in its contents alone.
+Steps come to the same caches again and again. Each finds little but keys and values in the processor's cache, so that
+it pays to make few objects anew: a finished request is kept, and reused for the next one that differs from it in its
+contents alone.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from attnserve_server.native.messages import REFERENCE, Asked, Cached, Messages
 from attnserve_server.requests.limits import RequestLimits
 
 MOST_KEPT: Final = 8192
-"""Finished requests are kept up to so many caches in total; some of these caches may be gone by now."""
+"""The most caches of all requests that are kept; some of these caches may be gone by now."""
 
 MOST_ID: Final = 2**64 - 1
-"""Append ids are unsigned, and the library's numbers are signed."""
+"""The largest append id. Ids are unsigned, but the library's numbers are signed, so that they have to be masked by
+this.
+"""
 
 _PER_SEQUENCE: Final = frozenset(("kv_lengths", "query_offset"))
 """Tensors beside query, key and value that requests of a layout may have, with different contents each time."""
@@ -72,7 +75,7 @@ class CacheFastPath:
 
     @staticmethod
     def key_of(request: CachedRequest) -> Hashable:
-        """What is the same for all requests of a layout, their size included, which varies with the lengths that they
+        """What all requests of a layout have in common. Their size is part of it: it varies with the lengths that they
         expect of caches.
         """
         return request.problem, request.uses[0].cache.shape, request.received_bytes
@@ -93,7 +96,7 @@ class CacheFastPath:
             return None
         if request.extent.reply_bytes > MOST_RESULT_BYTES:
             return None
-        inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # without keys, any tensor
+        inputs = [problem.tensors[name] for name in (*names, "query", "query")[:3]]  # without keys, the query twice
         query, key, value = (spec.size // problem.batch for spec in inputs)
         return Layout(
             problem=problem,
@@ -108,8 +111,8 @@ class CacheFastPath:
         )
 
     def begin(self, owner: str | None, asked: Asked, message: bytes, most: int) -> Turn | None:
-        """Gives the requests to an owner's caches, in the message that was read last, their turn: their appends are
-        written. None if that is impossible, or the whole message costs more than `most`.
+        """Begins the turn of all requests to an owner's caches in the message that was read last: their appends are
+        written. None, with nothing changed, if that is impossible or if the whole message costs more than `most`.
         """
         requests, keys, first_calls = [], [], []
         cost, effort, flops, now = asked.cost, asked.effort, asked.flops, monotonic()
@@ -147,8 +150,8 @@ class CacheFastPath:
     def _request(
         self, owner: str | None, cached: Cached, message: bytes, now: float
     ) -> tuple[Hashable, CachedRequest | None]:
-        """A request before its turn, and the key under which it is kept; no request if its caches are not as usual, or
-        are in use. Raises RequestError, and UnicodeDecodeError.
+        """A request whose turn is yet to begin, and the key under which it is to be kept. None in place of the request
+        if its caches are not as usual, or are in use. Raises RequestError, and UnicodeDecodeError.
         """
         layout, places, begin, size, _, numbers = cached
         starts, sizes, layers, lengths, ids = (numbers[place::REFERENCE] for place in range(5))
@@ -168,7 +171,7 @@ class CacheFastPath:
                 if use.cache.gone or use.cache.expired(now):
                     return key, None
             request.renew(payloads, expected_lengths, append_ids)
-        if request.uses[0].cache.shape != layout.caches:  # which the bytes of a request do not tell
+        if request.uses[0].cache.shape != layout.caches:  # the bytes of a request do not tell that
             return key, None
         for use in request.uses:
             if use.cache.users:

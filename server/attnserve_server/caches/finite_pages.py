@@ -1,7 +1,8 @@
 """Which pages of a pool are known to hold nothing but finite numbers.
 
-In: what was written, in the order of slots. Out: pages that a kernel may read whole, weighting what it should not see
-by 0; NaN would survive that. Where nobody looks (on other devices than a CPU looking would mean waiting), no page is.
+In: what was written, in the order of slots. Out: pages that a kernel may read whole. It weights by 0 what it should not
+see, and NaN would survive that. On other devices than a CPU nobody looks, since that would mean waiting: there, no page
+is known to be finite.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 
 class FinitePages:
-    """A page is one if all that was written to it since its first slot is finite, and all slots of values behind."""
+    """A page is known to be finite if all tokens written to it are, from its first slot on, and all values in the slots
+    behind them.
+    """
 
     def __init__(self, count: int) -> None:
         self._finite = bytearray(count)
@@ -34,17 +37,17 @@ class FinitePages:
         self._finite[copy] = self._finite[source]
 
     def all(self, first: int, last: int) -> bool:
-        """Whether all of adjacent pages are, from the first to the one before the last."""
+        """Whether all pages from `first` up to `last`, exclusive, are known to be finite."""
         return self._finite.find(0, first, last) < 0
 
     def others(self, first: int, last: int) -> Iterator[int]:
-        """Those of adjacent pages that are not."""
+        """Those pages from `first` up to `last`, exclusive, that are not."""
         page = self._finite.find(0, first, last)
         while page >= 0:
             yield page
             page = self._finite.find(0, page + 1, last)
 
     def leading(self, pages: NDArray[np.int32]) -> int:
-        """How many pages are, from the first on without a gap."""
+        """How many of these pages are, from the first on without a gap."""
         unknown = (self._array[pages] == 0).nonzero()[0]
         return int(unknown[0]) if len(unknown) else len(pages)

@@ -1,9 +1,9 @@
 """One layer of a cache: how many tokens it has and which pages they are in. No memory is touched here.
 
 A layer with n tokens has ceil(n / P) pages, all full but the last: its layout depends on n alone, not on how the tokens
-arrived, so that answers do not either. A fork takes the same time however many pages there are: it has the same list
-of them until it changes, or the other does, and only then a list of its own. An append to a shared last page continues
-in a copy of it; full pages are never written again.
+arrived, so that answers do not either. A fork takes the same time however many pages there are: both layers have the
+same list of pages, and whichever changes first then gets a list of its own. An append to a last page that is shared
+continues in a copy of it; full pages are never written again.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class PageTable:
 
 
 class _PageList:
-    """Pages in the order of their tokens. To the allocator it is one holder of each, however many layers have it."""
+    """Pages in the order of their tokens. To the allocator, a list is one holder of each of its pages, however many
+    layers have the list.
+    """
 
     __slots__ = ("layers", "numbers", "table")
 
     def __init__(self, numbers: array[int], layers: float = 1) -> None:
         self.numbers = numbers
         self.layers = layers
-        """How many layers have it. What more than one has does not change."""
+        """How many layers have it. While there are several, it does not change."""
         self.table: PageTable | None = None
 
 
@@ -82,10 +84,12 @@ class CacheLayer:
         """An empty layer."""
         self._allocator = allocator
         self._tokens_per_page = tokens_per_page
-        self._list = _NO_PAGES  # of C's int, the allocator's int32: NumPy reads it in place
+        self._list = _NO_PAGES  # of C's int, which is the allocator's int32: NumPy reads lists in place
         self.length = 0
         self.appends = b""
-        """The last appends that have ids and are all still there, packed: bytes are small, and easily put back."""
+        """The last appends that have ids and whose tokens are all still there, packed: bytes are small, and easily
+        restored.
+        """
         self.promised = 0
         """Free pages promised to the changes that wait."""
         # The changes that wait; the tokens that the appends among them have, and how many are no appends.

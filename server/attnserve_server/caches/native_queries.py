@@ -27,7 +27,7 @@ def attend_queries(
     """The result of each query; None where the kernel lacks its options, or met NaN or infinities."""
     results = [_empty(query) if _applies(query) else None for query in queries]
     calls, places, flops = [], [], 0
-    alive = []  # until the kernel has read it
+    alive = []  # what calls point to must not be freed before the kernel has read it
     for place, (query, result) in enumerate(zip(queries, results, strict=True)):
         if result is not None:
             mask, bias = (

@@ -58,7 +58,7 @@ def attend_requests(
     results: list[RequestResult | None] = [None] * len(requests)
     calls: list[PagedCall] = []
     owners: list[int] = []
-    alive = []  # until the kernel has read them
+    alive = []  # what calls point to must not be freed before the kernel has read it
     for place, request in enumerate(requests):
         plan = planned(request.problem, shape, layout)
         if plan is not None:

@@ -1,5 +1,5 @@
 """Appending to a cache, forking, truncating and describing it: operations that compute nothing, but wait for their turn
-all the same. Only what is appended also waits for the device.
+all the same. Only an append also waits for the device.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ class Truncate(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Look(_Operation):
-    """Describes a cache once all that came before has been done or given up: the description is final. It answers Get,
-    and a resent Fork of a cache that is gone: with the cache that this has made.
+    """Describes a cache once all that came before has been done or given up: the description is final. It answers Get.
+    It also answers a Fork that is resent when the forked cache is gone: by describing the cache that the Fork made
+    before.
 
     It neither holds the cache nor renews its lease: looking keeps nothing alive.
     """

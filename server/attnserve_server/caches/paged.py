@@ -21,7 +21,9 @@ from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Keys, Strides, pack, with_keys
 
 GROUP_ROWS: Final = 128
-"""The most rows of queries computed together over a block of keys: more would save little, and one thread has all."""
+"""The most rows of queries computed together over a block of keys: more would save little, and one thread computes them
+all.
+"""
 
 
 class Own(NamedTuple):
@@ -68,8 +70,8 @@ def attend_paged(calls: Sequence[PagedCall], pool: PagePool, compute: NativeComp
 
 
 def packed_calls(calls: Sequence[PagedCall], pool: PagePool) -> tuple[bytearray, list[int]]:
-    """Calls as the library reads them, in an order in which those that share pages are adjacent; and their places in
-    this order.
+    """Calls as the library reads them, in an order in which those that share pages are adjacent; and the places that
+    they had before, in this order.
     """
     if len(calls) == 1:
         return bytearray(_packed(calls[0], pool, 0)), [0]
@@ -106,7 +108,8 @@ def _grouped(calls: Sequence[PagedCall], pool: PagePool) -> list[Group]:
         if len(members) == 1:
             found.append(Group(members, 0))
             continue
-        # If a shared page were not finite, whether a result is finite would depend on the others.
+        # Only pages known to be finite are shared: otherwise, whether a result is finite would depend on the other
+        # calls.
         full = [pages[place][: calls[place].length // shape.tokens_per_page] for place in members]
         shareable = [own[: pool.finite.leading(own)] for own in full]
         most = GROUP_ROWS // max(1, shape.rows)

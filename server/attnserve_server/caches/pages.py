@@ -150,7 +150,7 @@ class PagePool:
         self.memory.arrays(shape)[1][page, :, 1:] = 0
 
     def blocks(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block]:
-        """The content of the first `tokens` slots of pages, which reach into the last page.
+        """The content of the first `tokens` slots of pages. The last of these slots is in the last page.
 
         Adjacent full pages are one block; a last page that is not full is another.
         """
@@ -170,7 +170,7 @@ class PagePool:
     def whole(self, shape: CacheShape, pages: Sequence[int], tokens: int) -> list[Block] | None:
         """As `blocks`, but with all slots of the pages that hold `tokens` tokens, at least one of them in the last.
 
-        None unless all the tokens are finite. Then all values are, in slots behind the tokens too; the keys in such
+        None unless all the tokens are finite. The values in slots behind the tokens are finite, too; the keys in such
         slots are unspecified.
         """
         views, blocks = self.memory.views(shape), []
@@ -218,7 +218,9 @@ class PagePool:
             self.finite.know(place, slot, finite=finite)
 
     def _cleaned(self, views: PageViews, page: int, tokens: int) -> Block | None:
-        """A copy of a page not known to be finite, with values of 0 behind its first tokens; None if those are not."""
+        """A copy of a page not known to be finite, with values of 0 behind its first `tokens` tokens; None if not all
+        of these are finite.
+        """
         key, value = views.key[page : page + 1], views.value[page : page + 1]
         if not all(bool(torch.isfinite(part[:, :, :tokens]).all()) for part in (key, value)):
             return None
@@ -275,8 +277,9 @@ def _joined(writes: Sequence[Write], per_page: int) -> Iterator[tuple[int, int, 
 
 
 def _rounded_once(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that torch rounds to a dtype as if it were done at once: on its way to half precision, float64 becomes
-    float32. Rounded to odd there, nothing is lost that matters for what follows (Boldo and Melquiond 2008).
+    """A tensor that torch can round to a dtype with the result of a single rounding. On its way from float64 to half
+    precision, torch rounds to float32 first, and so twice. This rounds to float32 instead, to odd, which loses nothing
+    that matters for the second rounding (Boldo and Melquiond 2008).
     """
     if tensor.dtype != torch.float64 or dtype.itemsize != 2:
         return tensor

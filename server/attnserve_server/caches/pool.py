@@ -93,7 +93,7 @@ class PageAllocator:
         self._held += len(pages)
 
     def hold_again(self, pages: int) -> None:
-        """Notes that one layer more has what already holds so many pages or, below 0, one fewer."""
+        """Notes that one more layer has a list that holds so many pages already; below 0, that one fewer has it."""
         self._held += pages
 
     def release(self, pages: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from attnserve_server.requests.options import ScoreStage
 from attnserve_server.requests.scores import is_fusable, needs_float64
 
 FEW_QUERIES: Final = 16
-"""More queries than these pay for a copy of keys and values in one piece: longer sequences make kernels faster."""
+"""With more queries than this, it pays to copy keys and values into one piece: longer sequences make kernels faster."""
 PIECE_BYTES = 1 << 25
 """The most bytes of keys and values in such a copy; longer sequences are copied piece by piece."""
 
@@ -101,7 +101,7 @@ class QueryAttention:
     """Scores of parts, and the lse of each."""
     kernel: str = "none"
     reported: bool = False
-    """Whether a kernel reported that inputs or results were not finite, and that was read."""
+    """Whether a kernel is known to have reported that inputs or results were not finite."""
 
     @staticmethod
     def of(query: CacheQuery, pool: PagePool, device: torch.device, by_page_too: bool) -> QueryAttention:
@@ -200,7 +200,8 @@ class QueryAttention:
         query, count, per_page = self.query, len(block.key), self.per_page
         lacking = None
         if query.alibi_slopes is not None:
-            # Each page is computed as if the queries began at its last key; the rest is the same for all its keys.
+            # Each page is computed as if the queries began at its last key. How much further away they are adds the
+            # same term to the scores of all its keys, which the lse then lacks.
             pages = torch.arange(count, device=self.tensor.device, dtype=query.alibi_slopes.dtype)
             further = (query.offset - first - per_page + 1) - pages * per_page
             lacking = -query.alibi_slopes[None, :, None] * further[:, None, None]
@@ -244,9 +245,9 @@ class QueryAttention:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether, when all groups have been taken, a row that has keys may have lost its scores to the range of
-        float32; so it is for NaN and infinities. On another device only where a kernel reported something: looking
-        would mean waiting.
+        """Whether a row that has keys may have scores beyond the range of float32, once all groups have been taken. NaN
+        and infinities in inputs look the same. On another device than a CPU, only what a kernel reported counts:
+        looking would mean waiting.
         """
         query, output, lse = self.query, self.outputs[0], self.lses[0]
         if output.device.type != "cpu":

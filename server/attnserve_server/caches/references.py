@@ -33,7 +33,7 @@ def _beginnings(number: int) -> tuple[bytes, bytes, bytes]:
 _BEGINNINGS: Final = {
     message_type: _beginnings(message_type.CACHES_FIELD_NUMBER) for message_type in (pb.AttendRequest, pb.ApplyRequest)
 }
-"""Of references: a header without any of these has none."""
+"""How references begin, for each type of message: a header without any of these has none."""
 
 
 class Reference(NamedTuple):

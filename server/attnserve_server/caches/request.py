@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class CachedRequest(CacheWork):
-    """One attention to caches, sequence b to cache b. `problem.kv_length` is what is appended to each."""
+    """One attention to caches: sequence b attends to cache b. `problem.kv_length` is how many tokens are appended to
+    each.
+    """
 
     reply_field: ClassVar[int] = pb.AttendStreamReply.ATTEND_FIELD_NUMBER
 
@@ -48,18 +50,20 @@ class CachedRequest(CacheWork):
     scratch_bytes: int = field(init=False)
     """The memory that the projections of an additive score take."""
     _counted: list[int] | None = field(default=None, init=False)
-    """The lengths that its cost has been counted with, if it follows from these."""
+    """The lengths of caches that its cost was counted with last; None if the cost depends on more than these."""
     _last: int | None = field(init=False)
-    """The queries of a sequence all reach so many of the last keys of its cache, 0 being all; None if it depends."""
+    """How many of the last keys of its cache each query of a sequence reaches, where 0 stands for all keys; None if
+    that has to be found out for each query.
+    """
     _varies: bool = field(init=False)
-    """Whether it depends on the contents of tensors."""
+    """Whether what queries reach depends on the contents of tensors."""
     kv_lengths: list[int] = field(default_factory=list, init=False)
     offsets: list[int] = field(default_factory=list, init=False)
     unfinished: Unfinished | None = field(default=None, init=False)
     """Its result so far, if it is to run once more."""
 
     def __post_init__(self) -> None:
-        """Looks what queries reach: those of nearly all steps every key, or the last ones."""
+        """Finds out what queries reach: in nearly all steps it is every key, or the last ones."""
         CacheWork.__post_init__(self)
         problem = self.problem
         self._varies = not problem.tensors.keys().isdisjoint(("kv_lengths", "query_offset"))
@@ -119,9 +123,10 @@ class CachedRequest(CacheWork):
             self._counted = lengths
 
     def _within_reach(self, lengths: list[int]) -> tuple[int, int, int]:
-        """For caches of these lengths: the keys within reach of any query; the pairs of a query and a key that it
-        reaches itself; and the pairs of all queries with all those keys. Where attention is written out, the latter
-        are computed, and are both numbers of pairs. The lengths and offsets given may not fit the caches yet.
+        """Three numbers, for caches of these lengths: the keys within reach of any query; the pairs of a query and a
+        key that it reaches itself; and the pairs of all queries with all those keys. Where attention is written out,
+        all of the last are computed: then the second number is the same. The lengths and offsets that a request gives
+        may not fit its caches yet.
         """
         problem = self.problem
         given = read_integers(problem.tensors.get("kv_lengths"), self.payloads) or lengths
@@ -134,7 +139,7 @@ class CachedRequest(CacheWork):
         for length, kv_length, offset in zip(lengths, kept, offsets, strict=True):
             if offset is None:
                 offset = kv_length - queries if problem.bottom_right else 0
-            if problem.return_scores is not None:  # there is one for each key, also those that are not attended to
+            if problem.return_scores is not None:  # there is a score for each key, attended to or not
                 reached = length
             else:
                 reached = keys_within_reach(queries, kv_length, offset, left, right)

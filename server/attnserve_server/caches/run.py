@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 FEW_CACHES: Final = 512
-"""Requests to so many are planned and put together in two milliseconds, while others wait."""
+"""Requests to so many caches take two milliseconds to be planned and put together, while others wait."""
 PLANNED_PAGES: Final = 4096
-"""Keys on so many pages are planned in half a millisecond."""
+"""Keys on so many pages take half a millisecond to be planned."""
 FEW_COPIES: Final = 16
-"""So many pages that are shared are copied, by some operations each, while others wait."""
+"""At most so many shared pages are copied while others wait; each takes some operations."""
 
 
 def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> BatchResult:
@@ -60,15 +60,15 @@ def run_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) ->
 
 
 def launch_batch(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> Finish | None:
-    """Has requests of one group computed that take few operations: those that append one token at most to each of few
-    caches, and are computed by the kernel for keys that lie anywhere.
+    """Launches requests of one group, if they take few operations: they append one token at most to each of few caches,
+    and the kernel for keys that lie anywhere computes all of them (`scattered.py`). Otherwise None.
     """
     if device.scattering is None or batch[0].unfinished is not None or not _are_few(batch, pool):
         return None
     groups = alike(batch, pool)
     if len(groups) > FEW_CALLS or sum(len(group.places) for group in groups) < len(batch):
         return None
-    device.take_kernel_calls()  # of what this thread has launched and failed
+    device.take_kernel_calls()  # forgets those of a launch that failed on this thread
     begin = perf_counter()
     append(pool, device, batch)
     return _launch_on_tensors(pool, device, batch, groups, perf_counter() - begin)
@@ -119,7 +119,8 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
 def _launch_on_tensors(
     pool: PagePool, device: Device, batch: Sequence[CachedRequest], groups: Sequence[AlikeRequests], staged: float
 ) -> Finish:
-    """The same, of which these groups are computed together. What is not in them is waited for."""
+    """As `_run_on_tensors`, but only launches the requests in groups, each group together. All others are waited for.
+    """
     begin, scattering = perf_counter(), device.scattering
     for group in groups:
         group.stage(device)
@@ -135,7 +136,7 @@ def _launch_on_tensors(
         computed.append(group.compute(pool, scattering))
     attended = iter(attend_tensors(queries, pool, device) if queries else ())
     parts = [_arranged(batch[place], [next(attended) for _ in batch[place].uses]) for place in rest]
-    # What says whether results have a meaning comes with them.
+    # The checks that tell which results have a meaning are fetched with them.
     fetch = device.fetching([*itertools.chain(*computed), *tensors_of(parts)])
     kernel_calls = device.take_kernel_calls()
 

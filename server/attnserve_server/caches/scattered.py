@@ -1,11 +1,13 @@
 """Queries that attend to whole ranges of tokens, such as steps, over the pages of many caches: one call on a GPU.
 
 In: queries of equal shapes, and which tokens of which pages each attends to; no masks, biases or the like. Out: their
-results, and which of these are to be computed in another way. To the kernel, the keys of a page are a sequence of their
-own, read where they lie, once for all queries that attend to them (several, if these are more than it computes
-together). Results over pages are merged by their log-sum-exps, so many neighbours at a time. So the number of
-operations on the device does not grow with that of caches, and nothing is read to look at it alone: whether keys and
-values are finite is seen from the results.
+results, and which of these are to be computed in another way.
+
+To the kernel, the keys of a page are a sequence of their own, which is read where it lies. They are read once for all
+queries that attend to them, or several times if these are more than the kernel computes together. Results over pages
+are merged by their log-sum-exps, up to `MERGED` neighbours at a time. So the number of operations on the device does
+not grow with the number of caches. And nothing is read only to see whether keys and values are finite: the results show
+that.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ MERGED: Final = 64
 CALL_BYTES: Final = 1 << 28
 """The most bytes of copies of queries and of results over pages in one call; a single query may have more."""
 BLOCK_ROWS: Final = 128
-"""The most queries that the kernel computes together. It starts as many blocks for each sequence of keys as for the one
-with the most queries, also if most are empty: what more queries attend to is several sequences.
+"""The most queries that the kernel computes together. For each sequence of keys, it starts as many blocks as the one
+with the most queries needs, even if most blocks are empty. So a part of a page that more queries attend to becomes
+several sequences.
 """
 MOST_REMEMBERED: Final = 4096
-"""Plans for so many pages are remembered: one takes 100 KB, and can be made in half a millisecond."""
+"""Plans for up to so many pages are remembered. The largest takes 100 KB, and half a millisecond to be made."""
 _MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
 MAX_ROWS: Final = 2**31 - 1
 """The kernel counts rows of keys in int32."""
@@ -117,14 +120,16 @@ def attend_ranges(
 
 
 def _calls(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """From where to where sequences of so many pages are computed together, given the most results over pages."""
+    """Which sequences are computed together: from the first up to the last, exclusive. `counts` are their numbers of
+    pages; `most` is the most results over pages in one call.
+    """
     if sum(counts) <= MAX_SEQUENCES and 2 * len(counts) * max(counts) <= most:  # nearly always
         yield 0, len(counts)
         return
     start, pages, groups, longest = 0, 0, 0, 0
     for place, own in enumerate(counts):
         pages, groups, longest = pages + own, groups + -(-own // MERGED), max(longest, own)
-        # What is merged is as many results for each sequence, with gaps.
+        # Results are merged in groups of one size, with gaps, which may take more room than the results.
         if place > start and (pages > MAX_SEQUENCES or max(pages, groups * min(MERGED, longest)) > most):
             yield start, place
             start, pages, groups, longest = place, own, -(-own // MERGED), own
@@ -175,18 +180,21 @@ def _scattered(whole: torch.Tensor, page_rows: int) -> torch.Tensor:
 
 
 class _Merge(NamedTuple):
-    """So many results become one: all of them, in their order, or those that are `_chosen`."""
+    """A level of merging, where `size` results at a time become one: all of them, in their order, or those that
+    `_chosen` gives.
+    """
 
     size: int
     all_in_order: bool
 
 
 class _Plan(NamedTuple):
-    """What the kernel computes, C parts of pages for E pairs of a part and a query, and how results are merged.
+    """What the kernel computes, and how results are merged. There are C parts of pages, and E pairs of a part and a
+    query that attends to it.
 
-    `numbers` holds, one after the other, arrays of the lengths `parts`: where the queries of parts begin [C + 1],
-    where parts do [C + 1], and their lengths [C], all in rows; the query of each pair [E]; and two for each merge of
-    what is `_chosen`.
+    `numbers` holds several arrays, one after the other; `parts` are their lengths. They are: where the queries of each
+    part begin [C + 1], where each part begins [C + 1], and its length [C], all in rows; the query of each pair [E];
+    and, for each merge that is not `all_in_order`, the two arrays of `_chosen`.
     """
 
     numbers: NDArray[np.int32]
@@ -211,8 +219,8 @@ def _planned(reaches: Sequence[Reach], per_page: int, page_rows: int, rows: int)
 def _plan(
     of_pages: bytes, of_begins: bytes, of_ends: bytes, per_page: int, page_rows: int, rows: int, most: int
 ) -> _Plan:
-    """The plan for ranges of tokens, of which `of_pages` are the pages, int32, and the others where they begin and end,
-    int64. A part has at most so many queries.
+    """The plan for ranges of tokens: `of_pages` are their pages, int32; `of_begins` and `of_ends` are where they begin
+    and end, int64. A part has at most `most` queries.
     """
     pages, begins, ends = (
         np.frombuffer(of_pages, np.int32),
@@ -228,7 +236,7 @@ def _plan(
     lengths = np.minimum(ends[sequence] - token, per_page) - low
     starts = pages.astype(np.int64) * page_rows + low
     readers = np.arange(len(pages) + 1)
-    # Much faster than to find the order of pages, which is needed only if some are shared.
+    # To look whether pages are shared is much faster than to find their order, which is needed only if some are.
     if len(counts) > 1 and np.bincount(pages).max() > 1:
         alike = starts * (per_page + 1) + lengths
         order = np.argsort(alike, kind="stable")
@@ -255,16 +263,17 @@ _remembered = lru_cache(maxsize=32)(_plan)
 
 
 def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Where ranges begin, and the last one ends, with those of more than so many divided."""
+    """Divides adjacent ranges that are longer than `most`. In and out: where each begins, and where the last one ends.
+    """
     parts = -(-np.diff(bounds) // most)
     begin, first = np.repeat(bounds[:-1], parts), np.repeat(parts.cumsum() - parts, parts)
     return np.append(begin + (np.arange(len(begin)) - first) * most, bounds[-1])
 
 
 def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[NDArray[np.int64] | None], list[int]]:
-    """How results are merged, level by level, until each sequence has one: sequence i has `counts[i]` of them, and
-    `place` says where, sequence by sequence. Returns for each level which results are merged, [G, size], where `~n` in
-    place of n stands for none, or None for all results in their order; and the sizes.
+    """How results are merged, level by level, until each sequence has one. Sequence i has `counts[i]` results, and
+    `place` says where they are, sequence by sequence. Returns which results are merged, and the sizes, an item for each
+    level: [G, size], where `~n` in place of n stands for no result; or None for all results in their order.
     """
     levels: list[NDArray[np.int64] | None] = []
     sizes = []
@@ -286,8 +295,8 @@ def _levels(counts: NDArray[np.int64], place: NDArray[np.int64]) -> tuple[list[N
 
 
 def _chosen(level: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Which results are merged, and what is added to their lses, as bits of float32: nothing, or -inf where there is
-    none.
+    """Which results are merged, and what is added to their lses, as bits of float32: nothing, or -inf where there is no
+    result.
     """
     index = level.ravel().astype(np.int32)
     absent = index < 0
@@ -298,10 +307,10 @@ def _merged(
     output: torch.Tensor, lse: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor] | None, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [G, R, Hk, D] and lse [G, R, Hk] in float32, of outputs [E, R, Hk, D] and lses [E, R, Hk] over disjoint
-    keys: those that are `_chosen`, [G * size], or all. Where all lses are -inf, both are NaN.
+    keys: of those that `_chosen` gives, [G * size], or of all. Where all lses are -inf, both are NaN.
 
-    The last of cumulated sums is added up one by one, so that neither more places without results change a bit, nor
-    more groups: the order in which `sum`, `softmax` and `logsumexp` add depends on both.
+    Sums are the last of cumulative sums, which add one by one. So the bits depend neither on the number of places
+    without results nor on that of groups. The order in which `sum`, `softmax` and `logsumexp` add depends on both.
     """
     if chosen is not None:
         at, added = chosen

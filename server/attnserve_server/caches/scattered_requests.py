@@ -1,7 +1,7 @@
 """Requests of a batch that are computed as in `scattered.py`, on a device with a kernel for that.
 
-In: requests. Out: their results; those that have no meaning are named. Whatever their number, requests that are alike
-are one copy to the device, one computation and one fetch: rows are put together, and taken apart, on the host.
+In: requests. Out: their results, and which of these have no meaning. Whatever their number, requests that are alike
+take one copy to the device, one computation and one fetch: rows are put together, and taken apart, on the host.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AlikeRequests:
             self._sinks = device.upload(here)
 
     def compute(self, pool: PagePool, scattering: Scattering) -> list[torch.Tensor]:
-        """Computes them; the tensors to be fetched."""
+        """Computes them. Returns the tensors to be fetched."""
         request = self._requests[0]
         problem, shape, sinks = request.problem, request.uses[0].cache.shape, self._sinks
         found = attend_ranges(self._query, self._reaches, problem.scale, shape, pool, scattering, sinks is None)

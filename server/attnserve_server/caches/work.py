@@ -1,4 +1,4 @@
-"""Operations on caches, as the engine runs them: each at its turn, appends all or none.
+"""Operations on caches, as the engine runs them: each at its turn, and each appends all of its tokens or none.
 
 A request holds its caches from admission on, so that none is evicted, and is promised the pages that its append needs:
 once admitted, it does not fail for lack of room that could have been foreseen. Lengths are compared with what the
@@ -45,8 +45,9 @@ class Use(NamedTuple):
     """The id by which a resend of the append is recognised; 0 if it has none."""
 
     def coming_length(self) -> int:
-        """The tokens that the layer will have after the operations before, at most as many as the caller expects: a
-        request that is resent or comes too late will not run over more.
+        """The tokens that the layer will have after the operations before this one, or those that the caller expects,
+        if these are fewer. If the layer has more than the caller expects, the request was resent or comes too late, and
+        will not run.
         """
         coming = self.cache.coming_length(self.layer)
         return coming if self.expected_length is None else min(coming, self.expected_length)
@@ -56,8 +57,9 @@ class Use(NamedTuple):
         return self.expected_length is None or self.expected_length == length
 
     def unexpected(self, length: int, what: str = "the cache") -> FailedPrecondition:
-        """The error of an operation that expects another length, which says so if this very append was carried out;
-        `what` is the cache in the message: logs have that, and a name may be a secret.
+        """The error of an operation that expects another length. It says so if this very append was carried out before.
+        `what` is what the message calls the cache. That is not its name: messages are logged, and a name may be a
+        secret.
         """
         found = {"name": self.cache.name, "length": str(length)}
         if self.tokens and self.append_id and self.cache.has_append(self.layer, self.append_id):
