@@ -1,5 +1,5 @@
-"""A batch of `Attend` on a device with ragged kernels: what they take of it goes to them in one call, the rest call by
-call.
+"""A batch of `Attend` on a device with ragged kernels. What these can compute goes to them together, the rest to other
+kernels call by call.
 
 In: requests. Out: what their replies carry. A batch is staged, computed and fetched with a single wait, at its end (see
 `transfers.py`). Whether inputs were finite is known with the results; the few sequences with NaN or infinities are
@@ -26,9 +26,9 @@ from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult, Finish, RequestResult
 
 FEW_SPANS: Final = 256
-"""So many spans are put together in three milliseconds, while others wait."""
+"""So many spans take three milliseconds to be put together, while others wait."""
 FEW_CALLS: Final = 4
-"""So many calls of kernels, with all that surrounds each, are launched while others wait."""
+"""At most so many calls of kernels, with all that surrounds each, are launched while others wait."""
 
 
 def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> BatchResult:
@@ -37,7 +37,7 @@ def run_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequen
 
 
 def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Sequence[RaggedKernel]) -> Finish | None:
-    """Has a batch computed, without waiting; None if that takes more than some dozens of operations."""
+    """Launches a batch, without waiting; None if that takes more than some dozens of operations."""
     if sum(len(request.spans) for request in requests) > FEW_SPANS:
         return None
     packs, places = pack(requests, kernels)
@@ -47,7 +47,7 @@ def launch_batch(requests: Sequence[Request], transfers: Transfers, kernels: Seq
 
 
 def _launch(requests: Sequence[Request], transfers: Transfers, packs: Sequence[Pack], places: Sequence[int]) -> Finish:
-    """Has a batch computed of which these are the packs, and the places of all other requests."""
+    """Launches a batch: its packs, and all other requests, which are at these places."""
     begin = perf_counter()
     stager = Stager(transfers.allocate, transfers.upload, looks=False)
     others = [requests[place] for place in places]

@@ -74,13 +74,14 @@ class CpuDevice:
     def prepare_thread(self) -> None:
         """Has torch compute by one thread on this one, from its first product on.
 
-        Each thread has a number of its own, which it takes over from torch only in some of torch's functions: until the
-        first of them, its products would be computed by as many threads as there are processors, to other bits.
+        In torch, how many threads compute is set for each thread, and a new thread takes the setting over only in some
+        functions. Until it has called one of these, as many threads as there are processors would compute its products,
+        to other bits.
         """
         torch.set_num_threads(1)
 
     def launch(self, requests: Sequence[Request]) -> Finish | None:
-        """It cannot: what it computes, the thread that asks waits for."""
+        """None: whoever asks for a computation waits for it."""
         return None
 
     def run(self, requests: Sequence[Request]) -> BatchResult:
@@ -136,8 +137,8 @@ class CpuDevice:
     def share(
         self, compute: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item], flops: Sequence[int]
     ) -> Sequence[Result]:
-        """`compute(items)`, or of parts of them on all threads, if they cost enough and divide evenly; a single item
-        that prevents this is computed afterwards, by itself.
+        """`compute(items)`; or the same of parts of them, on all threads, if they cost enough and divide evenly. If a
+        single item prevents that, it is computed afterwards, by itself.
         """
         pool = self._pool_for(sum(flops))
         parts, rest = ([], []) if pool is None else even_shares(flops, self.threads)
@@ -150,8 +151,9 @@ class CpuDevice:
         return [results[place] for place in range(len(items))]
 
     def rows(self, function: RowFunction[Rows], *tensors: torch.Tensor, flops: int, parallel: bool = False) -> Rows:
-        """`function(*tensors)`, computed by ranges of rows, on all threads if it costs enough. Rows too few for
-        that are computed at once if products are `parallel`: for each range they would read all weights.
+        """`function(*tensors)`, computed by ranges of rows, on all threads if it costs enough. If there are too few
+        rows for all threads, and products are `parallel`, all rows are computed at once: by ranges, all weights would
+        be read for each range.
         """
         pool = self._pool_for(flops)
         ranges = list(chunks(len(tensors[0]), 1 if pool is None else self.threads))
@@ -219,7 +221,9 @@ class CpuDevice:
         return itertools.chain.from_iterable(pool.map(_run_each, tasks))
 
     def _pool_for(self, flops: int) -> ThreadPoolExecutor | None:
-        """The threads that work of this cost is divided among; None if it is not, as always on one of these threads."""
+        """The threads that work of this cost is divided among; None if it is not divided. On one of these threads it
+        never is.
+        """
         return None if flops < SPLIT_FLOPS or hasattr(self._thread, "own") else self._pool
 
     def _begin_own_thread(self) -> None:

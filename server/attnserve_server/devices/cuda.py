@@ -1,10 +1,12 @@
 """A CUDA device: batches of requests, and attention for caches and layers on tensors that are there already.
 
 A batch is computed as in `batch.py`, and while it computes the next one is staged: two batches share nothing but the
-streams. Caches and layers continue on the device with the results of calls (`attend`). Caches wait for the
-flags that say whether inputs were finite once per list of calls, so mostly once; layers are computed as if everything
-were finite and wait at their end (`share`): if something was not, they are recomputed, waiting at each attention.
-Layers whose keys are in caches wait that way from the start.
+streams. Caches and layers continue on the device with the results of calls (`attend`).
+
+Flags on the device say whether inputs were finite, and to read them means to wait. Caches wait once per list of calls,
+so mostly once. Layers are computed as if everything were finite, and wait at their end (`share`). If something was not
+finite, they are computed again, and wait at each attention. Layers whose keys are in caches wait at each attention from
+the start.
 """
 
 from __future__ import annotations
@@ -94,13 +96,13 @@ class CudaDevice:
         return self._letting_go(lambda: run_batch(requests, self._transfers, RAGGED_KERNELS))
 
     def launch(self, requests: Sequence[Request]) -> Finish | None:
-        """Has a batch computed that takes few operations. Raises the same, and so may what it returns."""
+        """Launches a batch, if it takes few operations. Raises what `run` raises, and so may what it returns."""
         finish = self._letting_go(lambda: launch_batch(requests, self._transfers, RAGGED_KERNELS))
         return None if finish is None else lambda: self._letting_go(finish)
 
     def _letting_go(self, compute: Callable[[], Done]) -> Done:
-        """The result of a computation here. An error that is kept would keep its frames, and with them the tensors of
-        the failed batch.
+        """The result of a computation on this device. If it fails, the frames of its error are cleared: whoever keeps
+        the error would also keep the tensors of the failed batch.
         """
         self._transfers.compute_here()
         try:
@@ -130,7 +132,9 @@ class CudaDevice:
         return function(*tensors)
 
     def attend(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls, those of non-finite inputs mended: flags are read once, when all calls are launched."""
+        """The results of calls, those of inputs that are not finite mended. The flags for that are read once, when all
+        calls have been launched; within `share`, at its end.
+        """
         results = [attend(call) for call in calls]
         counts, unseen = self._kernel_calls.counts, self._kernel_calls.unseen
         counts.update(result.kernel for result in results)
@@ -157,7 +161,7 @@ class CudaDevice:
         return varlen_cuda.attend_scattered(call)
 
     def flagged(self, flags: torch.Tensor) -> list[int]:
-        """The places of what is true in bool [n]; in what is shared, none, because it is looked at afterwards."""
+        """The places of what is true in bool [n]; within `share`, none, because the flags are read at its end."""
         unseen = self._kernel_calls.unseen
         if unseen is not None:
             unseen.append(flags)
@@ -241,8 +245,8 @@ class CudaDevice:
         self._transfers.asked().until_computed()
 
     def _try_scattered(self) -> None:
-        """Loads the kernel for keys that lie anywhere. It is not part of torch's documented functions: another version
-        may take it differently, and what it computes can be computed in other ways.
+        """Loads the kernel for keys that lie anywhere. It is not among torch's documented functions, and another
+        version of torch may take other arguments. All that it computes can be computed in other ways.
         """
         try:
             self._transfers.compute_here()

@@ -43,8 +43,9 @@ class Device(Compute, Protocol):
     """Batches of up to this many FLOPs run faster on the caller's thread than on another."""
 
     launch_bytes: int
-    """Batches of requests and replies of up to so many bytes together are launched on the caller's thread, if they take
-    few operations: two threads that launch would take the interpreter from each other at each. 0: none are.
+    """Batches whose requests and replies have up to so many bytes together are launched on the caller's thread, if they
+    take few operations: two threads that launch would take the interpreter from each other at each operation. 0: no
+    batches are.
     """
 
     depth: int
@@ -60,7 +61,9 @@ class Device(Compute, Protocol):
         """Computes a batch of `Attend` requests of one group. No result depends on the other requests."""
 
     def launch(self, requests: Sequence[Request]) -> Finish | None:
-        """The same, with the wait apart; None if it computes on the thread that asks, or in many operations."""
+        """Launches such a batch, and returns what waits for it. None if the device computes on the thread that asks, or
+        if that takes many operations.
+        """
 
     def allocate(self, size: int) -> torch.Tensor:
         """Host memory of `size` bytes, to be filled and uploaded."""
@@ -72,7 +75,7 @@ class Device(Compute, Protocol):
         """Device tensors on the host, after waiting for them, but not for what others compute meanwhile."""
 
     def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        """The same, with the wait apart, which may be on another thread."""
+        """As `fetch`, but returns what waits, which may be called on another thread."""
 
     def take_kernel_calls(self) -> Counter[str]:
         """The kernel calls, by name, that this thread has made since they were last taken."""

@@ -20,8 +20,8 @@ computes its items from end to end, instead of waiting for the slowest at every 
 
 
 def even_shares(costs: Sequence[int], threads: int) -> tuple[list[list[int]], list[int]]:
-    """The places of each thread's items, if they divide evenly, and of the items that are better split among all
-    threads: none, one, or all.
+    """The places of each thread's items; and those of the items that are better split among all threads: none or one,
+    if the others divide evenly, or else all.
     """
     places = list(range(len(costs)))
     rest: list[int] = []

@@ -24,8 +24,8 @@ def fill(raw: torch.Tensor, payloads: Sequence[memoryview]) -> None:
 
 
 def copy(payload: memoryview, target: memoryview, start: int) -> int:
-    """Copies a payload there, a large one without the GIL: other threads go on receiving and launching meanwhile.
-    Returns where it ends.
+    """Copies a payload to `target` from `start` on, a large one without the GIL: other threads go on receiving and
+    launching meanwhile. Returns where the payload ends.
     """
     stop = start + len(payload)
     if len(payload) < COPIED_ASIDE:

@@ -2,9 +2,11 @@
 
 In: the pieces of a pack, and the payloads of its requests. Out: what replies carry. All inputs of a call are copied to
 one block of host memory and go to the device at once: every operation there takes some microseconds to launch, which is
-what small batches wait for. What does not have the kernel's order is rearranged while it is copied if it is little,
-which costs the host next to nothing, else on the device; and so is what goes into replies. Whether inputs are finite is
-looked at likewise.
+what small batches wait for.
+
+What does not have the kernel's order has to be rearranged. If it is little, the host does that while it copies, which
+costs next to nothing; otherwise the device does. The same holds for what goes into replies, and for looking whether
+inputs are finite.
 """
 
 from __future__ import annotations
@@ -296,7 +298,9 @@ class _Call:
 
 
 def _starts(lengths: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
-    """Where sequences begin, and the last one ends, of so many with the same length each."""
+    """Where sequences begin, and where the last one ends. `lengths` has, for some sequences at a time, how many there
+    are and the length of each.
+    """
     each = itertools.chain.from_iterable(itertools.repeat(length, count) for count, length in lengths)
     return np.array([*itertools.accumulate(each, initial=0)], np.int32)
 

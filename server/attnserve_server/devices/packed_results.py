@@ -1,8 +1,8 @@
 """From what a ragged kernel computed of a pack to what replies carry, on the host; and tensors of requests and replies
 as arrays.
 
-In: rows of pieces, where they were fetched to. Out: the bytes of replies, where they lie if they have that order, else
-copied.
+In: rows of pieces, where they were fetched to. Out: the bytes of replies: the rows where they lie, if they have the
+order of the reply, else a copy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from attnserve_server.requests.problem import Problem
 from attnserve_server.requests.work import RequestResult
 
 BITS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-"""What elements of some bytes are copied and looked at as: NumPy has no fast operations on half precisions."""
+"""The type as which elements of so many bytes are copied and looked at: NumPy has no fast operations on half
+precisions.
+"""
 
 Bits: TypeAlias = NDArray[Any]
 
 
 class Found(NamedTuple):
-    """Rows of one piece: output [N, L, H, Dv], or a view of it, as bits, and lse [H, N * L]. `begin` is where the
-    output begins in the kernel's own, in bytes, `whole` all of that; None if it has memory of its own.
+    """Rows of one piece: output [N, L, H, Dv], or a view of it, as bits, and lse [H, N * L]. `whole` is all that the
+    kernel put out, and `begin` where this output begins in it, in bytes. `whole` is None if this output has memory of
+    its own.
     """
 
     piece: Piece

@@ -16,8 +16,8 @@ from attnserve_server.requests.scores import is_fusable
 CALL_BYTES: Final = 1 << 28
 """Calls of more bytes of inputs are divided, if they have several pieces: one is copied while another computes."""
 CALL_ROWS: Final = 1 << 26
-"""Calls are divided, too, that would have more rows of queries if all sequences were as long as the longest: so many
-lses some kernels write, 256 MiB, and for so many they start thread blocks.
+"""Calls are also divided if they would have more rows of queries than this, were all their sequences as long as the
+longest. Some kernels write an lse for each of these rows, together 256 MiB, and start thread blocks for all of them.
 """
 
 Window = tuple[int, int]
@@ -26,8 +26,8 @@ Window = tuple[int, int]
 class Piece(NamedTuple):
     """`sequences` sequences of equal lengths of the pack's request `member`, in one kernel call.
 
-    They are those from `first` on, and their tokens in each those from `query_start` and `kv_start` on; keys are only
-    those within reach of the queries.
+    The sequences are those from `first` on. In each, the queries are those from `query_start` on, and the keys those
+    from `kv_start` on: only those within reach of the queries.
     """
 
     member: int
@@ -75,7 +75,7 @@ class Pack:
                 self.pieces.setdefault(window, []).append(piece)
 
     def calls(self) -> Iterator[tuple[Window, list[Piece]]]:
-        """What the kernel computes at a time, and its window."""
+        """The calls of the kernel: the window and the pieces of each."""
         row_bytes = self.problem.query_heads * self.problem.head_dim * TORCH[self.problem.dtype].itemsize
         rows = CALL_ROWS // self.problem.query_heads
         for window, pieces in self.pieces.items():

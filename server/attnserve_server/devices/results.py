@@ -42,7 +42,7 @@ def collect(
         outputs = rows_of_bytes(output, count)
         lses = None if result.lse is None else rows_of_bytes(result.lse, count)
         scores = None
-        if result.scores is not None:  # not of the keys that `kv_lengths` cut off
+        if result.scores is not None:  # they lack the keys that `kv_lengths` cut off
             scores = rows_of_bytes(widened(result.scores, problem.kv_length, problem.return_scores), count)
         for place, (index, _) in enumerate(staged_call.parts):
             gathered[index] = RequestResult(

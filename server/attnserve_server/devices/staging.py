@@ -146,7 +146,7 @@ class Stager:
         )
         if problem.length_first:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        # Gaps between them hold anything.
+        # If there are gaps between them, these hold anything: then nothing is known.
         finite = self._looks and used == end <= LOOKED_AT and surely_finite(elements)
         return query, key, value, finite
 

@@ -1,15 +1,17 @@
 """Tensors to a CUDA device and back, while it computes.
 
-Three streams: one copies to the device, one computes, one copies back; events order them, and the host waits only for
-what it must know. Batches on several threads share them: so a batch computes after all that was submitted before, in
-whatever memory that was, while its inputs are copied meanwhile; and it waits for its own work, and for no more than
-others had submitted by then: that point is marked before it waits. The compute stream is the device's default stream,
-on which layers are loaded and caches made, too. What is little is copied on it, between kernels: ordering streams takes
-the host 40 microseconds, and copying a MiB the device 20.
+There are three streams: one copies to the device, one computes, one copies back. Events order them, and the host waits
+only for what it must know. Batches on several threads share the streams. So a batch computes after all that was
+submitted before it, in whatever memory that was, and its inputs are copied meanwhile. It waits for its own work and for
+what others had submitted by then, but for no more: that point is marked before it waits (`asked`).
 
-Host memory comes from torch's allocator of pinned blocks, which are powers of two, kept, and reused only when the
-copies from them are done: so one block is filled while another is in transit, and replies keep theirs for as long as
-they need them.
+The compute stream is the device's default stream, on which layers are loaded and caches made, too. What is little is
+copied on this stream, between kernels: to order streams takes the host 40 microseconds, while to copy a MiB takes the
+device 20.
+
+Host memory comes from torch's allocator of pinned blocks. Their sizes are powers of two. The allocator keeps blocks,
+and reuses one only when the copies from it are done. So one block is filled while another is in transit, and replies
+keep theirs for as long as they need them.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ WARM_DEVICE_BYTES: Final = 1 << 28
 may wait until the device is idle.
 """
 WARM_POWERS: Final = range(12, 25)
-"""Those sizes as powers of two: 4 KiB to 16 MiB. Others are allocated when first needed, which takes a millisecond for
-each 2 MiB."""
+"""The sizes of these blocks as powers of two: 4 KiB to 16 MiB. Others are allocated when first needed, which takes a
+millisecond for each 2 MiB."""
 
 
 class Asked(NamedTuple):
@@ -71,12 +73,12 @@ class _Thread(local):
     computes = False
     """Whether its kernels run on the device."""
     fetches = False
-    """Whether the stream that copies back has work of it that it has not asked for."""
+    """Whether the stream that copies back has work of this thread that is yet to be marked (`asked`)."""
 
 
 class CudaTransfers:
-    """Transfers to and from a CUDA device. To the others, what counts as computing is what runs in threads that have
-    called `compute_here`, or on tensors of the device.
+    """Transfers to and from a CUDA device. They are ordered with the kernels of threads that have called
+    `compute_here`, and with those that run on tensors of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +110,8 @@ class CudaTransfers:
         with torch.cuda.stream(self._upload_stream):
             uploaded = tensor.to(self._device, non_blocking=True)
         self._compute_stream.wait_stream(self._upload_stream)
-        # It was allocated on the other stream, which must not reuse its memory before this one is done with it.
+        # It was allocated on the upload stream, which must not reuse its memory before the compute stream is done with
+        # it.
         uploaded.record_stream(self._compute_stream)
         return uploaded
 
@@ -151,7 +154,8 @@ class CudaTransfers:
 
 def _mark(stream: torch.cuda.Stream) -> Callable[[], None]:
     """A wait for all work of a stream so far. A thread sleeps while it waits, instead of spinning beside the event
-    loop, but not at once: to be woken takes longer than little work does. Meanwhile others may have the interpreter.
+    loop. But it stays awake for `AWAKE_S` first, because to be woken takes longer than little work does; others may
+    have the interpreter meanwhile.
     """
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)

@@ -24,7 +24,8 @@ from attnserve_server.requests.request import Request, request_of
 from attnserve_server.requests.tensors import MAX_LENGTH, MAX_RANK
 
 MANY_TOKENS: Final = 1024
-"""So many, with 16 heads, are looked at and rearranged on the device."""
+"""So many tokens, with 16 heads, are looked at and rearranged on the device, and not on the host (`packed_calls.py`).
+"""
 WIDTHS: Final = (64, 128)
 """The kernels of the ragged kinds differ by width; others than these are loaded when first needed, in milliseconds."""
 _UNLIMITED: Final = RequestLimits(

@@ -24,10 +24,10 @@ struct call {
     const float *bias;      /* [Hq, Lq, S], likewise, or NULL */
     const float *slopes;    /* ALiBi: [Hq], or NULL */
     const float *sinks;     /* [Hq], or NULL */
-    int64_t shared;         /* how many first pages are also those of the call before this one, which differs only in
+    int64_t shared;         /* how many first pages this call shares with the call before it, which may differ only in
                                pages, length and position: they are read once for both; 0: none */
-    int64_t finite;         /* set by the caller to 1; 0 afterwards if any result is NaN or infinite, not counting rows
-                               with nothing to attend: the results then have no meaning */
+    int64_t finite;         /* set to 1 by the caller. 0 afterwards if any result is NaN or infinite: then the results
+                               have no meaning. Rows with nothing to attend do not count */
     int64_t query_length, kv_length, offset;    /* Lq, S; query i stands at offset + i */
     int64_t query_heads, kv_heads, head_dim, value_dim;
     int64_t query_dtype, kv_dtype;
@@ -160,7 +160,8 @@ struct decoder {
     struct page_layout page;
 };
 
-/* Rows on their way through all blocks of a decoder: of each block, first tokens are appended, then calls computed. */
+/* Rows on their way through all blocks of a decoder. In each block, first its tokens are appended to caches, then its
+   calls are computed. */
 struct stepped {
     const void *rows;           /* [rows, width], at any address; of sequences of 1 row or more, end to end */
     const float *rotations;     /* as in `passed` */
@@ -169,8 +170,9 @@ struct stepped {
     struct token *tokens;       /* [blocks, token_count]: the addresses of keys and values are offsets in bytes from the
                                    first of the projected rows, which `next` of a passage gives */
     int64_t token_count;
-    struct call *calls;         /* [blocks, call_count]: so are those of queries, and those of outputs are offsets from
-                                   the first of rows [rows, inputs of output, or width]; the rest is as it should be */
+    struct call *calls;         /* [blocks, call_count]: the addresses of queries are such offsets, too; those of
+                                   outputs are offsets in bytes from the first of rows [rows, inputs of output, or
+                                   width]; all else is as in other calls */
     int64_t call_count;
 };
 
@@ -184,15 +186,16 @@ int64_t attnserve_step_avx2(const struct decoder *decoder, struct stepped *stepp
 /* For each position, of all pairs the cosines of position times frequency, then the sines: [count, 2 pairs]. */
 void attnserve_rotations(const double *frequencies, int64_t pairs, const int64_t *positions, int64_t count, float *to);
 
-/* A team without helpers so far; NULL if there is no memory. Callers of a patient team wait until all the helpers that
-   they ask for have joined, of whom there must be enough: that is for tests. A team is never freed, since callers may
-   use it at any time. */
+/* A team without helpers so far; NULL if there is no memory. A patient team is for tests: its callers wait until all
+   the helpers that they ask for have joined, so that there must be enough of them. A team is never freed, since callers
+   may use it at any time. */
 struct team *attnserve_gather(int64_t patient);
 
 /* Makes this thread a helper of a team, until the team is dismissed. */
 void attnserve_help(struct team *team);
 
-/* Ends all helpers. Those at work finish it first; present and later callers of the team compute what they do not. */
+/* Ends all helpers; those at work finish it first. Whatever helpers do not compute, present and later callers of the
+   team compute by themselves. */
 void attnserve_dismiss(struct team *team);
 
 /* The best of these instruction sets that this processor has: 512, 2, or 0 for neither. */

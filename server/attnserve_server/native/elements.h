@@ -29,12 +29,14 @@ INLINE int64_t padded(int64_t width) { return (width + V - 1) / V * V; }
    subnormal, not even for -inf: some processors take 20 times as long for such a vector.
 
    exp(x) = 2^n 2^r with n whole and |r| <= 1/2. 2^r is, relatively within 2e-9, the nearest polynomial of degree 6 that
-   is 1 at 0. It is computed twice as large, and half of 2^n, which so is normal or 0. */
+   is 1 at 0. The product is that of 2 * 2^r and 2^n / 2: so the latter is normal or 0. */
 INLINE vec vexp(vec x) {
     vec bounded = vmax(vset(-87.0f), x), log2e = vset(1.44269504088896341f);
-    vec whole = vset(12583038.0f);  /* 1.5 * 2^23 + 126: rounds what is added to it, whose last bits are n + 126 then */
+    vec whole = vset(12583038.0f);  /* 1.5 * 2^23 + 126: what is added to it is rounded to n, and n + 126 is in the last
+                                       bits */
     vec sum = vfma(bounded, log2e, whole);
-    vec r = vfma(bounded, vset(1.92596299e-8f), vfma(bounded, log2e, whole - sum)); /* with what log2e was rounded by */
+    /* The first term is the rounding error of log2e. */
+    vec r = vfma(bounded, vset(1.92596299e-8f), vfma(bounded, log2e, whole - sum));
     vec p = vset(0.000307067239f);
     p = vfma(p, r, vset(0.00267977477f));
     p = vfma(p, r, vset(0.0192368738f));

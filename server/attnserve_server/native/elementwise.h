@@ -4,9 +4,9 @@
 /* The sum of all elements of two vectors. */
 INLINE float total_of(vec x, vec y) { return vsum(x + y); }
 
-/* One row's norm, by the corrected two-pass algorithm (Chan, Golub and LeVeque 1983): the sum of the deviations from the
-   mean, which is 0 but for rounding, corrects both it and the sum of their squares. Where a row is nearly constant, the
-   deviations are scaled by up to 1 / sqrt(epsilon). */
+/* One row's norm, by the corrected two-pass algorithm (Chan, Golub and LeVeque 1983): the sum of the deviations from
+   the mean would be 0 but for rounding, and corrects both the mean and the sum of squares. That matters where a row is
+   nearly constant: there the deviations are scaled by up to 1 / sqrt(epsilon). */
 INLINE void normalize(const struct norm *norm, int64_t dtype, int64_t width, const void *from, void *to) {
     vec sums[2] = {vzero(), vzero()}, squares[2] = {vzero(), vzero()};
     float mean = 0;
@@ -46,7 +46,8 @@ INLINE vec vrelu(vec x) { return vmax(vzero(), x); }
 INLINE vec vsilu(vec x) { return x * vsigmoid(x); }
 
 /* x times the normal distribution function, Phi(x) = 1 - Phi(-x). With t = |x|, Phi(-t) is exp(-t^2 / 2) times the
-   nearest polynomial of degree 9 in 1 / (1 + 0.21 t) that is 0 at 0: relatively within 5e-7, that of t^2 included. */
+   nearest polynomial of degree 9 in 1 / (1 + 0.21 t) that is 0 at 0: its relative error, with that of t^2, is within
+   5e-7. */
 INLINE vec vgelu(vec x) {
     vec t = vabs(x), half = t * vset(0.5f), square = half * t, lost = vfma(half, t, vzero() - square);
     vec s = vset(1.0f) / vfma(vset(0.21f), t, vset(1.0f)), p = vset(-0.0716593564f);
@@ -76,7 +77,8 @@ INLINE vec vgelu_tanh(vec x) {
         narrow(x, dtype, V, row + c * bytes_of(dtype)); \
     }
 
-/* A row of hidden units in place: the activation of the first `hidden`; gated: times the rest of as many. */
+/* Activates a row of hidden units in place: the first `hidden` of them. If gated, they are multiplied by the rest,
+   which are as many. */
 static void activate_row(int64_t activation, int gated, int64_t dtype, int64_t hidden, char *row) {
     switch (activation) {
     case RELU: ACTIVATE(vrelu) break;

@@ -9,7 +9,8 @@
 enum {
     UNIT_ROWS = 126,    /* of a unit, approximately, if its call is in no group: each unit transposes all keys itself */
     GROUP_ROWS = 504,   /* calls with more rows of a key head together than this are computed as several groups */
-    MOST_KEPT = 1 << 24 /* floats kept for ranges that are units: beyond, a unit does its ranges one after the other */
+    MOST_KEPT = 1 << 24 /* floats kept for ranges that are units: if they need more, a unit computes all its ranges, one
+                           after the other */
 };
 
 /* How many of the calls from the first on are computed as a group. */
@@ -40,8 +41,8 @@ struct work {
     struct call *calls;
     int64_t count;
     int64_t next;           /* the first unit that no thread has taken yet */
-    float *kept;            /* of all groups and key heads whose ranges are units, end to end */
-    int64_t *left;
+    float *kept;            /* partial results of all groups and key heads whose ranges are units, end to end */
+    int64_t *left;          /* for each of these: how many ranges are not computed yet */
     int begun;              /* some thread had the memory to begin: it computes all that others do not */
 };
 
@@ -56,8 +57,8 @@ static struct ranges ranges_of_group(const struct call *calls, int64_t group) {
     return ranges;
 }
 
-/* The floats that a key head of a group keeps if its ranges are units, else 0: they are if all of them have room beside
-   those of earlier groups. */
+/* The floats that a key head of a group keeps if its ranges are units; 0 if they are not. They are if there is room for
+   all of them beside those of earlier groups, which keep `before`. */
 static int64_t kept_of_group(const struct call *calls, int64_t group, struct ranges ranges, int64_t before) {
     int64_t kept = count_of(ranges) * group * rows_of_call(calls) * kept_floats(calls);
     return count_of(ranges) > 1 && kept <= (MOST_KEPT - before) / calls->kv_heads ? kept : 0;
@@ -115,7 +116,8 @@ static int take_memory(struct memory *memory, const struct call *calls, int64_t 
     return memory->queries && memory->outputs && memory->keys && memory->values && memory->merged && memory->rows;
 }
 
-/* Takes units of work until none is left. */
+/* Takes units of work until none is left. Units are numbered group by group, so that each thread goes through the
+   groups once. */
 static void compute(void *all) {
     struct work *work = all;
     struct memory memory;

@@ -56,8 +56,8 @@ static int take_part(struct rest *rest, struct rest *part) {
     return 1;
 }
 
-/* Reads a positive timeout, if there is one; `nanoseconds` becomes the shorter of the two. Returns whether nothing is
-   unusual. */
+/* Reads a positive timeout, if there is one. If it is shorter than `nanoseconds`, these become as short. Returns
+   whether nothing is unusual. */
 static int take_timeout(const struct known *known, struct rest *rest, int64_t *nanoseconds) {
     struct rest part;
     int64_t seconds = 0, nanos = 0;
@@ -78,6 +78,7 @@ static const uint8_t *fixed_of(const struct layout *layout) {
     return (const uint8_t *)(places_of(layout) + 2 * layout->pieces);
 }
 
+/* Whether a request has a layout: whether all that is fixed in it is the same. */
 static int is_of(const struct layout *layout, const uint8_t *request) {
     const int64_t *place = places_of(layout);
     const uint8_t *fixed = fixed_of(layout);
@@ -243,11 +244,12 @@ static uint8_t *put_field(uint8_t *to, int64_t tag, int64_t number) {
     return put_number(to, number);
 }
 
-/* The caches that a request attends to, one per call; below, the bytes that their lengths take. */
+/* The caches that a request attends to, one per call. */
 static const struct reference *references_of(const struct asked *asked, int64_t place) {
     return asked->references + asked->first_calls[place];
 }
 
+/* The bytes that the lengths of these caches take, as varints. */
 static int64_t lengths_bytes(const struct asked *asked, int64_t place) {
     const struct reference *reference = references_of(asked, place);
     int64_t bytes = 0;
@@ -255,7 +257,7 @@ static int64_t lengths_bytes(const struct asked *asked, int64_t place) {
     return bytes;
 }
 
-/* The size of a reply without its envelope; below, that of the envelope without its own tag and length. */
+/* The size of a reply, without its envelope on a stream. */
 static int64_t reply_bytes(const struct asked *asked, int64_t place) {
     const struct layout *layout = asked->layouts[place];
     int64_t lengths = layout->references_bytes ? lengths_bytes(asked, place) : 0;
@@ -264,6 +266,7 @@ static int64_t reply_bytes(const struct asked *asked, int64_t place) {
            layout->lse_bytes + layout->tail_bytes;
 }
 
+/* The size of a reply with its envelope, but without the tag and the length that precede that. */
 static int64_t envelope_bytes(const struct asked *asked, int64_t place) {
     int64_t reply = reply_bytes(asked, place);
     return 1 + number_bytes(asked->ids[place]) + 1 + number_bytes(reply) + reply;

@@ -9,7 +9,8 @@
 enum {
     UNITS_OF_THREAD = 4,            /* at least, if units so small have FEWEST_ROWS */
     FEWEST_ROWS = 2 * BLOCK_ROWS,   /* of a unit: each reads all weights */
-    ALONE_ELEMENTS = 1 << 12        /* between products: one thread has computed so few before another has begun */
+    ALONE_ELEMENTS = 1 << 12        /* between products: one thread has computed fewer than these before another has
+                                       begun */
 };
 
 /* Rows of one unit, and what they become. All but hidden units [rows, outputs of up] are [rows, width]. */
@@ -109,7 +110,7 @@ static int multiply_part(const struct unit *unit, const struct product *product,
     return multiply_all(product, left, right, unit->passed.count, team, helpers);
 }
 
-/* Likewise, all that a passage does with the rows of a unit. */
+/* All that a passage does with the rows of a unit. Returns 0 if there was no memory. */
 static int pass_unit(const struct unit *unit, struct team *team, int64_t helpers) {
     const struct passage *passage = unit->passage;
     const struct passed *passed = &unit->passed;
@@ -148,7 +149,7 @@ struct passing {
     int failed;                     /* some thread had no memory later on */
 };
 
-/* The bytes from row to row. */
+/* The bytes from row to row of what goes to the next attention. */
 static int64_t row_of_next(const struct passage *passage) {
     return (passage->next.weight ? passage->next.outputs : passage->width) * bytes_of(passage->dtype);
 }

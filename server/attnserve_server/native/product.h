@@ -1,14 +1,15 @@
 /* Products of rows with a weight, y = x W^T + b, in blocks of rows and panels of columns.
 
-   An output is the bias plus, in order, the sum of each range of DEPTH inputs, which is one chain of fused operations.
-   That order is the same whichever rows are computed together, and for every instruction set. Weights in half
-   precision are widened as they are read, or for many rows before: DEPTH inputs of a step of panels for all rows of a
-   unit. Outputs are rounded when their sum is complete. */
+   An output is the bias plus one sum for each range of DEPTH inputs, added in order; each sum is one chain of fused
+   operations. That order is the same whichever rows are computed together, and for every instruction set. Weights in
+   half precision are widened as they are read. For many rows, they are widened before that, once for all rows of a
+   unit: DEPTH inputs of a step of panels at a time. Outputs are rounded when their sum is complete. */
 
 enum {
     PANEL = 16,                         /* columns of a packed weight that lie together */
     STEP_PANELS = 2 * V / PANEL,        /* multiplied at once: two vectors of columns */
-    DEPTH = 256,                        /* inputs: a block of rows and a step of panels stay in the nearest cache */
+    DEPTH = 256,                        /* inputs of a range: so many of a block of rows and of a step of panels stay in
+                                           the nearest cache */
     AHEAD = V == 16 ? 8 : 64,           /* how many inputs ahead of use data is prefetched */
     DIRECT_BLOCKS = 3,                  /* of rows: for more than these, weights in half precision are widened first */
     WIDEN_AHEAD = 2048,                 /* how many weights ahead they are prefetched for that */
@@ -241,8 +242,9 @@ static int multiply_all(const struct product *product, struct side from, struct 
     if (!rows || !product->outputs) return 1;
     int64_t panels = product->outputs / PANEL, each = rows_of_unit(product), row_groups = (rows + each - 1) / each;
     int64_t threads = team ? most(helpers, 0) + 1 : 1;
-    /* Rows are divided first, and evenly: threads with other columns of the same rows arrange these once more. But few
-       rows with many columns take as long as reading the weight, which no thread should do for another's columns. */
+    /* Rows are divided first, and evenly: every thread that computes columns of the same rows would have to arrange
+       these rows again. But few rows with many columns take as long as reading the weight. Then only columns are
+       divided, so that each is read by one thread. */
     if (row_groups > 1 || panels < threads * UNITS_EACH * UNIT_PANELS)
         row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t wanted = most((UNITS_EACH * threads + row_groups - 1) / row_groups,

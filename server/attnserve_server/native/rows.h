@@ -12,8 +12,9 @@ struct row {
     int64_t begin, end;         /* the keys that it reaches, before masking */
     int64_t head, query;
     int64_t nearest;            /* with ALiBi: the key within reach that is nearest to its position */
-    float origin;               /* and how much further away is the key whose bias is greatest, that is taken for 0: */
-    double distance;            /* the distance of that one; 0 without */
+    float origin;               /* likewise: how much further away the key with the greatest bias is; that bias is taken
+                                   for 0 */
+    double distance;            /* likewise: the distance of that key from its position; 0 without ALiBi */
     int64_t reached;            /* how many keys so far have not been excluded */
     float slope;
     float top, total;           /* the maximum score so far, and the sum of all exp(score - top) */
@@ -114,8 +115,8 @@ void finish_tile(int count, struct row *rows, float *scores, int64_t first, int6
     {OF_ROW(0, field), OF_ROW(1, field), OF_ROW(2, field), OF_ROW(3, field), OF_ROW(4, field), OF_ROW(5, field), 0, 0}
 
 /* Turns a tile's scores, `vectors` vectors a row, into weights: 0 where a row does not reach. `fades` are the factors
-   that rescale earlier sums. Maxima of all rows are taken side by side, since those of a single one would wait for each
-   other; no row's bits depend on how many there are. */
+   that rescale earlier sums. The maxima of all rows are taken side by side, because the steps towards a single one
+   would wait for each other. No row's bits depend on how many rows there are. */
 INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int64_t n, int64_t vectors, float *fades) {
     vec greatest[EIGHT], totals[EIGHT];
     float tops[V], sums[V], shifts[V];
@@ -148,7 +149,7 @@ INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int
         }
     }
     vec top = vmax(vtops(greatest), before);
-    /* All scores of a row may be -inf so far; NaN shows nevertheless. */
+    /* If all scores of a row have been -inf so far, 0 is subtracted; likewise if one is NaN, which still shows. */
     vec shift = vselect(vbelow(vset(-INFINITY), top), top, vzero());
     vstore(shifts, shift);
     UNROLL for (int r = 0; r < count; r++) {
@@ -213,7 +214,8 @@ INLINE int end_row(const struct row *row, const float *output, vec *suspect) {
     const struct call *call = row->call;
     int64_t element_size = call->query_dtype == FLOAT32 ? 4 : 2;
     char *to = (char *)call->output + (row->query * call->output_token + row->head * call->output_head) * element_size;
-    /* Until now all scores of a row with ALiBi were relative to one of its keys, and so too large by its penalty. */
+    /* Until now all scores of a row with ALiBi were relative to the key whose bias is greatest, and so too large by the
+       penalty of that key. */
     double top = row->top - (double)row->slope * row->distance, total = row->total, fade = 1;
     int finite = !(row->reached && row->top == -INFINITY);
     if (call->sinks) {

@@ -14,13 +14,14 @@
 
 enum {
     TURNS = 2000,           /* how often a caller checks whether the last helper is done before it sleeps */
-    AWAKE_TURNS = 4000      /* how often a helper checks whether there is more work, if that is expected, likewise */
+    AWAKE_TURNS = 4000      /* how often a helper checks whether there is more work before it sleeps, if more is
+                               expected */
 };
 
 struct team {
     uint32_t rung;          /* how often helpers were called */
     uint32_t inside;        /* helpers at work */
-    uint32_t asleep;        /* helpers that must be woken for that, or are about to look whether they were called */
+    uint32_t asleep;        /* helpers that must be woken when they are called, or are about to sleep */
     uint32_t staying;       /* callers that have more work soon */
     int64_t seats;          /* how many more helpers may join */
     int busy;               /* it has a caller */
@@ -50,7 +51,8 @@ static void leave(struct team *team) {
     if (__atomic_load_n(&team->waits, __ATOMIC_SEQ_CST)) wake(&team->inside, 1);
 }
 
-/* Joins if there is work and a free seat. It counts as inside before it takes the seat, so that the caller stays. */
+/* Joins if there is work and a free seat. It counts as inside before it takes the seat, so that the caller waits for
+   it. */
 static int come_in(struct team *team) {
     if (__atomic_load_n(&team->seats, __ATOMIC_SEQ_CST) <= 0) return 0;
     __atomic_add_fetch(&team->inside, 1, __ATOMIC_SEQ_CST);
@@ -59,7 +61,7 @@ static int come_in(struct team *team) {
     return 0;
 }
 
-/* Whether helpers are called while more work is expected, if that is soon. */
+/* Waits for a little while, if more work is expected. Returns whether helpers were called meanwhile. */
 static int called_soon(struct team *team, uint32_t rung) {
     for (int turn = 0; turn < AWAKE_TURNS && __atomic_load_n(&team->staying, __ATOMIC_SEQ_CST); turn++) {
         if (__atomic_load_n(&team->rung, __ATOMIC_SEQ_CST) != rung) return 1;

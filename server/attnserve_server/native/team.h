@@ -14,8 +14,8 @@ typedef void (*task)(void *work);
    for those that come too late because the processor is busy. */
 void share(struct team *team, int64_t helpers, task task, void *work);
 
-/* From here on helpers that have nothing to do stay awake for a little while, since more work will follow soon; until as
-   many calls of `part`. The team may be NULL. */
+/* After `stay`, helpers that have nothing to do stay awake for a little while, since more work will follow soon. That
+   ends when `part` has been called as often as `stay`. The team may be NULL. */
 void stay(struct team *team);
 void part(struct team *team);
 

@@ -10,7 +10,7 @@ enum {
     TILE_ROWS = 6,
     EIGHT = 8,          /* the number of vectors that vtops and vtotals take; no less than TILE_ROWS */
     FEW_ROWS = 3,       /* of a call and a key head: up to this many are computed without transposition */
-    NARROW_TILES = TILE_VECTORS < 4, /* a tile's columns are too few sums for a single row, which stalls on each */
+    NARROW_TILES = TILE_VECTORS < 4, /* a tile's columns are so few sums that a single row stalls on each of them */
     FEW_VECTORS = NARROW_TILES ? 4 : TILE_VECTORS, /* of outputs at once, for a single row */
     SUMMED = 32,        /* products: a score of wider heads is a sum of such sums, for smaller rounding errors */
 };
@@ -104,8 +104,8 @@ INLINE void tile_outputs(int rows, int vectors, const float *weights, const floa
 }
 
 /* Keys or values that few rows need next, NULL if none. They are prefetched row by row while those before them are
-   processed: few rows are bound by memory, and a processor by itself prefetches no further than its next page, and not
-   at all while scores are being weighed. Strides and widths are in bytes. */
+   processed, because few rows are bound by memory. By itself, a processor prefetches no further than its next page, and
+   nothing while scores are being weighed. Strides and widths are in bytes. */
 struct ahead {
     const char *rows;
     int64_t stride, width;
@@ -118,8 +118,9 @@ INLINE void ask_for(struct ahead ahead, int64_t row) {
     for (int64_t at = 0; at < ahead.width; at += 64) __builtin_prefetch(from + at);
 }
 
-/* tile_outputs for few rows: every other key goes to a second sum, since a single one would stall on itself. In the block
-   in which a row's reach begins there is no output yet: it makes no difference there which key goes to which of them. */
+/* tile_outputs for few rows: every other key goes to a second sum, since a single one would stall on itself. In the
+   block in which a row's reach begins, other rows decide which key goes to which sum. That changes no bit: there is no
+   output yet, so that the sums are at most swapped. */
 INLINE void few_outputs(int rows, int vectors, const float *weights, const float *fades, const float *values, int64_t n,
                         int64_t stride, float *outputs, struct ahead ahead) {
     vec sums[FEW_ROWS][FEW_VECTORS], others[FEW_ROWS][FEW_VECTORS];

@@ -5,7 +5,8 @@
 
 enum {
     RANGE_KEYS = 2048,  /* in a range, for few rows: which ranges a row has follows from its own call's reach */
-    RANGE_ROWS = 32,    /* of a call, at most: more are as many units without ranges, and merging needs more memory */
+    RANGE_ROWS = 32,    /* of a call with ranges, at most: more rows make as many units without ranges, and would need
+                           more memory for merging */
     FAR_BYTES = 1 << 22, /* of all keys and values of a call of few rows: fewer are mostly in cache */
     NEAR_BYTES = 1 << 24, /* of all calls, for narrow tiles: up to this many may be in cache from the last time */
     NARROW_BYTES = 256  /* of a key or value: for wider ones, the processor's own prefetching suffices */
@@ -13,13 +14,13 @@ enum {
 
 struct memory {
     float *queries;             /* [rows, padded D] */
-    const float *asked;         /* the queries of a unit: those, or where they were received, at any address */
+    const float *asked;         /* the queries of a unit: `queries`, or where they were received, at any address */
     float *outputs;             /* [rows, padded Dv] */
     float *keys;                /* [D, BLOCK] transposed, or [BLOCK, padded D] */
     float *values;              /* [BLOCK, padded Dv] */
     float *merged;              /* [rows + 1, kept_floats]: the merged ranges of each row, and one more range */
     struct row *rows;
-    int near;                   /* all keys and values of all calls may be in cache, which few rows need to be fast */
+    int near;                   /* all keys and values of all calls may be in cache: then nothing is prefetched */
     float scores[TILE_ROWS * BLOCK] __attribute__((aligned(64)));
 };
 
@@ -44,8 +45,8 @@ INLINE struct ahead rows_ahead(const struct call *call, const void *base, int64_
     return (struct ahead){token_of(call, base, stride, head, token), stride * bytes, width * bytes};
 }
 
-/* Whether all keys and values of calls are no more than a processor with narrow tiles may have in its last cache from
-   the last time that the calls were computed: there prefetching costs a fifth of the time. */
+/* Whether all keys and values of calls may still be in the processor's last cache, from the last time that the calls
+   were computed: then prefetching would cost a fifth of the time. Never with wide tiles. */
 static int all_near(const struct call *calls, int64_t count) {
     int64_t left = NARROW_TILES ? NEAR_BYTES : 0;
     for (int64_t i = 0; i < count && left > 0; i++) {
@@ -55,8 +56,8 @@ static int all_near(const struct call *calls, int64_t count) {
     return left > 0;
 }
 
-/* Whether to prefetch keys and values for few rows of a call. Where these are in cache, or are widened when read, that
-   took 5 to 50 % longer. */
+/* Whether to prefetch keys and values for few rows of a call. Where these are in cache, or are widened when read,
+   prefetching made it take 5 to 50 % longer. */
 INLINE int asks_ahead(const struct call *call) {
     int64_t bytes = (call->head_dim + call->value_dim) * (int64_t)sizeof(float);
     return call->kv_dtype == FLOAT32 && call->head_dim <= NARROW_BYTES / 4 && call->value_dim <= NARROW_BYTES / 4 &&
@@ -250,8 +251,8 @@ struct apart {
     int64_t *left;      /* how many ranges are not computed yet */
 };
 
-/* Computes rows from `first` up to `last` of one key head of all calls of a group: over the keys of one range where
-   ranges are units, the last of which to finish merges all; otherwise over one range after the other. */
+/* Computes rows from `first` up to `last` of one key head, of all calls of a group. Where ranges are units, it computes
+   one range, and the last of these units to finish merges them all. Otherwise it computes one range after the other. */
 static void run_unit(struct memory *memory, struct call *calls, int64_t count, int64_t kv_head, int64_t first,
                      int64_t last, struct apart apart, int64_t range) {
     int64_t rows = last - first, all = count * rows, value_width = padded(calls->value_dim), each = kept_floats(calls);
