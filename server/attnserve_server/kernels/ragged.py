@@ -42,7 +42,7 @@ class ScatteredCall:
     query [T, H, D], packed; key and value [U, H, D], as many heads, are views of memory in which a row follows another
     and heads are anywhere. Sequence n has the queries from `query_starts[n]` to `query_starts[n + 1]`, int32 [N + 1],
     and the `kv_lengths[n]` keys, int32 [N] and above 0, from `kv_starts[n]` on, int32 [N + 1], the last without
-    meaning. D is a multiple of 8, and the begin of each row and head of 16 bytes.
+    meaning. D is a multiple of 8, and each row of each head begins at a multiple of 16 bytes.
     """
 
     query: torch.Tensor

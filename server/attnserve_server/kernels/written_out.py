@@ -2,9 +2,9 @@
 
 Scores are made for blocks of queries, so that memory stays bounded. On a CPU, float32 is computed in float64: what
 comes here is rare (softcaps, learned scores, requested scores, infinities and NaNs), and exact beats fast. Half
-precisions, and on CUDA float32 without learned scores, whose sums add to the error, are computed in float32, which
-takes a half to a quarter of the time, and again in float64 where scores have left the range of float32. On CUDA,
-whether they have, and whether values are finite, is reported (`suspect`), not waited for.
+precisions are computed in float32, which takes a half to a quarter of the time. So is float32 on CUDA, unless scores
+are learned: their sums add to the error. Where scores have left the range of float32, they are computed again in
+float64. On CUDA, whether they have, and whether values are finite, is reported (`suspect`), not waited for.
 """
 
 from __future__ import annotations

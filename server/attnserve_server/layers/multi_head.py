@@ -105,8 +105,8 @@ class MultiHead:
         return direct_of(self._specification, weights, self.scoring)
 
     def entrance(self, crossed: bool) -> tuple[Projection, tuple[Turning | None, Turning | None]]:
-        """What `project` computes, or if `crossed`, `project_queries`: a projection, and how queries and keys are
-        rotated then, which is for those of `project` alone.
+        """The projection of `project` or, if `crossed`, of `project_queries`; and how queries and keys are rotated
+        behind it, which they are only in `project`.
         """
         projection = self._query if crossed else self._all
         assert projection is not None

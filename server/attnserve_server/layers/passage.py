@@ -1,8 +1,8 @@
 """From one attention of a stack to the next: everything between them is a function of rows.
 
 That is the rest of the first attention (its output projection, residual and norm, then the feed-forward part, if it is
-the block's last) and the beginning of the second (norm and projections). The native library computes it in one call,
-where it multiplies the layer's weights and all widths are whole vectors; torch does otherwise, in one row function.
+the block's last) and the beginning of the second (norm and projections). The native library computes it in one call, if
+it multiplies the layer's weights and all widths are whole vectors. Otherwise torch does, in one row function.
 """
 
 from __future__ import annotations

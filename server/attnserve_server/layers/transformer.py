@@ -95,7 +95,8 @@ class TransformerLayer:
         self, decoder: DecoderSteps, inputs: Sequence[LayerInput], residents: Residents, places: Sequence[int]
     ) -> dict[int, LayerOutput]:
         """The outputs of requests, by their places, that the native library computes in one call. Those in which it
-        meets NaN or infinities are left out, and if others do so without these, so are all.
+        meets NaN or infinities are left out, and the others computed once more without them. If it meets some again,
+        all are left out.
         """
         for _ in range(2):
             if not places:

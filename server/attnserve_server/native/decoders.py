@@ -21,7 +21,7 @@ _STEPPED: Final = struct.Struct("=3QqQqQq")
 
 
 class Decoder:
-    """One packed for the library: the passages to the attention of each block, and from the last to the end."""
+    """A decoder packed for the library: the passages to the attention of each block, and from the last to the end."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self.passages = passages

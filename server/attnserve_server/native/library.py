@@ -112,8 +112,9 @@ class Shape(NamedTuple):
 
 
 def supports(scored: Scored, widest: int, *, hides: bool, alibi: bool) -> bool:
-    """Whether the kernel supports heads of this width with these scores, unless they are to be returned: not learned,
-    and by numbers that keep them within float32. `hides`: keys may be hidden by a mask, or a bias.
+    """Whether the kernel supports heads of this width with these scores, as long as the scores are not to be returned.
+    They must be dot products, with a scale and a softcap that keep them within float32. `hides`: a mask or a bias may
+    hide keys.
     """
     if widest > MAX_WIDTH or scored.score is not None:
         return False
@@ -141,8 +142,8 @@ def with_keys(shape: bytes, kv_length: int, offset: int) -> bytes:
 
 
 def not_finite(packed: bytearray, field: int, size: int) -> list[int]:
-    """The places of those of packed structures, of `size` bytes each, that the library has found not to be finite: it
-    puts 0 into this field of int64.
+    """The places of packed structures, of `size` bytes each, into whose int64 field `field` the library has put 0: it
+    has found them not to be finite.
     """
     finite = memoryview(packed).cast("q")[field :: size // 8].tolist()
     return [place for place, is_finite in enumerate(finite) if not is_finite] if 0 in finite else []

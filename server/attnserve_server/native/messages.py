@@ -87,10 +87,9 @@ class _Kept(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """A request to caches in the message that was read last: its layout, where it begins, its length in bytes, its
-    first call, and its references, `REFERENCE` numbers each: where the name is in the message, the name's bytes, the
-    layer, the expected length or -1, the append's id (64 bits), and one for `attend_to`. `places` are those of its
-    payloads, from where it begins.
+    """A request to caches in the message that was read last. `places` are those of its payloads, counted from where it
+    begins. `references` has `REFERENCE` numbers for each reference: where the name is in the message, how many bytes it
+    has, the layer, the expected length or -1, the append's id (64 bits), and the length that `attend_to` sets.
     """
 
     layout: Layout
@@ -173,8 +172,8 @@ class Messages:
         return self._asked[_IDS : _IDS + asked.requests].tolist()
 
     def cached(self, asked: Asked) -> Iterator[Cached]:
-        """The requests to caches in the message that was read last. Before it is computed, `attend_to` must say where
-        the keys of each of their calls are.
+        """The requests to caches in the message that was read last. Before the message is computed, `attend_to` must
+        say for each of their calls where its keys are.
         """
         words = self._asked
         for number in range(asked.requests):
@@ -188,7 +187,8 @@ class Messages:
 
     def append(self, call: int, keys: int, values: int, slot: int) -> bool:
         """Appends a call's token to a cache of the request's dtype: at index `slot` of the page whose keys and values
-        are at these addresses; before `attend_to`. Returns whether all of the token is finite.
+        are at these addresses. Must come before `attend_to`, which overwrites where the token is. Returns whether all
+        of the token is finite.
         """
         return bool(self._append(self._asked_at, call, keys, values, slot))
 
@@ -202,9 +202,9 @@ class Messages:
         self._asked[_REFERENCES + REFERENCE * call + _CACHE_LENGTH] = length
 
     def compute(self, effort: int, decode_ns: int, queue_ns: int, staging_ns: int) -> int:
-        """Computes what that message, which must still be in memory, asks for: `effort` is in FLOPs. The times are what
-        decoding, queueing and staging took each request. Returns the nanoseconds that computing took. Raises
-        MemoryError, and ArithmeticError if not all results are finite.
+        """Computes what the message that was read last asks for; it must still be in memory. `effort` is in FLOPs. The
+        times are what decoding, queueing and staging took each request. Returns the nanoseconds that computing took.
+        Raises MemoryError, and ArithmeticError if not all results are finite.
         """
         threads = self._threads_for(effort)
         if self._compute(threads, self._known_at, self._asked_at, decode_ns, queue_ns, staging_ns, self._attend):
@@ -212,7 +212,8 @@ class Messages:
         return self._asked[_COMPUTE]
 
     def write(self) -> bytes:
-        """The answer to that message, once computed: the replies of a stream, or the reply to a unary call."""
+        """The answer to that message, once it has been computed: the replies of a stream, or the reply to a unary call.
+        """
         answer: bytes = _new_bytes(None, self._asked[_ANSWER_BYTES])  # writable, as nobody else has it yet
         self._write(self._known_at, self._asked_at, address_of_bytes(answer))
         return answer

@@ -14,7 +14,9 @@ from attnserve_server.native.library import Function, Threads, not_finite
 from attnserve_server.native.products import PRODUCT_BYTES, PackedWeight
 
 PIECE: Final = struct.Struct("=2Q2q")
-"""A sequence: the address of its rows, that of the reply's rows, their number, and 1."""
+"""A sequence: the address of its rows, that of the reply's rows, their number, and 1, which the library may set to 0
+(`_FINITE`).
+"""
 _FINITE: Final = 3
 """The index of a piece's `finite` among its fields."""
 _COLUMNS: Final = struct.Struct("=3q")

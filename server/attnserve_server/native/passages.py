@@ -64,10 +64,11 @@ class Forward(NamedTuple):
 
 
 class Passage:
-    """One packed for the library, which is valid as long as this object lives.
+    """A passage packed for the library (`struct`), which is valid as long as this object lives.
 
     It begins with the attention's output projection, if it has one, its residual connection, and the norm `behind` it.
-    `following`, the projection for the next attention, after the norm `before`, ends it; without that, the stack ends.
+    It ends with `following`, the projection for the next attention, after the norm `before`; without `following`, the
+    stack ends.
     """
 
     def __init__(

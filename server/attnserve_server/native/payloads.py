@@ -86,8 +86,8 @@ def broadcast_strides(problem: Problem, name: str) -> tuple[int, ...]:
 
 
 class More(NamedTuple):
-    """The addresses of what a request has beside query, key and value, 0 where it has no such tensor. What may have
-    been converted is there as long as `alive` is.
+    """The addresses of what a request has beside query, key and value, 0 where it has no such tensor. Some may be
+    converted copies, which are there as long as `alive` is.
     """
 
     mask: int = 0
@@ -123,8 +123,8 @@ def _floats(problem: Problem, payloads: Sequence[memoryview], name: str) -> NDAr
 
 
 def addresses(payloads: Payloads, places: Sequence[int]) -> list[int]:
-    """The addresses of payloads, from that of their `bytes`: a tenth of the time that NumPy takes for a view's. Those
-    without elements get an arbitrary one.
+    """The addresses of payloads, computed from that of the `bytes` that have them: this takes a tenth of the time that
+    NumPy takes for the address of a view. Payloads without elements get an arbitrary one.
     """
     begin: int = address_of_bytes(payloads.buffer) + payloads.at
     return [begin + payloads.places[place][0] if place >= 0 else CACHE_LINE for place in places]

@@ -82,7 +82,7 @@ class NativeRequests:
             if plan is None:
                 results.append(None)
                 continue
-            # Each reply has its own: a caller slow to receive one must not hold the memory of others.
+            # Each reply has memory of its own: a caller slow to receive one must not hold that of others.
             memory, output = memory_of(plan.reply_bytes)
             lse = output + plan.lse_at if plan.lse_at else 0
             query, key, value = addresses(request.payloads, plan.inputs)
@@ -120,7 +120,7 @@ class NativeRequests:
         """The plan for a request, if the kernel computes such requests."""
         problem, spans = request.problem, request.spans
         plan = self._plans.get(id(problem))
-        if plan is not None and plan.spans is spans:  # it keeps its problem alive, so no other can have this id
+        if plan is not None and plan.spans is spans:  # a plan keeps its problem alive, so no other has this id
             return plan
         if plan is None and not (applies(problem) and problem.query_length and 0 < problem.batch <= MOST_SEQUENCES):
             return None  # without queries, lengths may exceed all bounds

@@ -1,7 +1,7 @@
 """Tokens appended to the pages of caches, unconverted.
 
-In: how tokens lie in a page, packed, and where each one is and goes. Out: which of them are finite. On a thread of
-Python's, with the GIL: a token takes less time than giving that away.
+In: how tokens lie in a page, packed, and where each one is and goes. Out: which of them are finite. The GIL is held
+meanwhile: to append a token takes less time than to give that away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnserve_server.native.library import Strides
 _LAYOUT: Final = struct.Struct("=8q")
 TOKEN: Final = struct.Struct("=4Q2q")
 """The addresses of a token's keys and values, [heads, width] each, and of the first key and the first value of its
-page; its index in the page; and 1.
+page; its index in the page; and 1, which the library may set to 0 (`FINITE`).
 """
 TOKEN_FIELDS: Final = TOKEN.size // 8
 FINITE: Final = 5

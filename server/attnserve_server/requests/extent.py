@@ -51,9 +51,9 @@ class Span(NamedTuple):
 class AttentionExtent(Extent):
     """The size of a request once its lengths are known. `longest` is the Lq and S of a reply's scores.
 
-    `cost`, by which a batch is computed on the event loop or on another thread, leaves the reading of keys and values
-    out, unlike `effort`: the kernel's own threads share that, whichever thread calls it. `whole_effort` is the effort
-    if all queries have to be computed with all keys, wherever they stand.
+    `cost` decides whether a batch is computed on the event loop or on another thread. Unlike `effort`, it leaves out
+    the reading of keys and values: the kernel's own threads share that, whichever thread calls it. `whole_effort` is
+    the effort if all queries have to be computed with all keys, wherever they stand.
     """
 
     spans: tuple[Span, ...]
@@ -81,7 +81,7 @@ def extent_of(problem: Problem, payloads: Sequence[memoryview], limits: RequestL
     whole = pairs = sum(span.sequences * span.query_length * span.kv_length for span in spans)
     rows, sent = problem.query_length * sequences, problem.kv_length * sequences
     whole_flops = flops = problem.flops(whole, rows, sent)
-    # Queries of what is not finite are computed with the keys out of their reach, too.
+    # With all keys, since something may not be finite: then queries are computed with the keys out of their reach, too.
     limits.check_flops(problem.weighed(whole_flops, whole))
     kv_tokens = sum(span.sequences * span.kv_length for span in spans)
     whole_effort = effort = problem.effort(whole_flops, whole, rows, kv_tokens, problem.batch)

@@ -50,8 +50,8 @@ ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
 however few they meet: measured with the native kernel, with heads of one element.
 """
 PAIR_COST, WRITTEN_OUT_PAIR_COST = 64, 1_024
-"""The same of a query and a key that meet, with the native kernel and where attention is written out: 2 ns and 30 ns of
-one core.
+"""The least cost of a query and a key that meet, with the native kernel and where attention is written out: 2 ns and 30
+ns of one core.
 """
 
 QUERIES_OF_A_KEY = "1 query", "2 to 7 queries", "8 to 31 queries", "32 queries or more"
@@ -63,12 +63,12 @@ class Problem:
     """What to compute, except the contents of the tensors. Compared by identity: it is the key of what is remembered
     for it, and equal headers share one.
 
-    `window` is (left, right), -1 being no bound; a causal mask is a window whose right is 0.
-    `query_length` and `kv_length` are the totals if `packed`. `tensors` has an entry for each tensor that is given:
-    query, key, value, mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of
-    the score by their paths. `group` is equal for problems that differ only in lengths and layouts: ragged kernels
-    compute those together. `written_out` problems are not for torch's kernels of plain attention: they cost what the
-    kernel does that can do everything. `kind` is that of `Work`.
+    `window` is (left, right), -1 being no bound; a causal mask is a window whose right is 0. `query_length` and
+    `kv_length` are the totals if `packed`. `tensors` has an entry for each tensor that is given: query, key, value,
+    mask, bias, alibi_slopes, sinks, query_lengths, kv_lengths, query_offset, and the parameters of the score by their
+    paths. `group` is equal for problems that differ only in lengths and layouts: ragged kernels compute those together.
+    `written_out` problems are not for torch's kernels of plain attention: they cost as much as with the kernel that can
+    do everything. `kind` is that of `Work`.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -146,8 +146,8 @@ class Problem:
         return 2 * pairs * self.query_heads * (score_width + self.value_dim) + extra
 
     def weighed(self, flops: int, pairs: int) -> int:
-        """FLOPs or effort in operations of plain attention, or what so many query-key pairs take at least if that is
-        more: of narrow heads, each operation takes longer.
+        """FLOPs or effort in operations of plain attention; or, if that is more, what so many query-key pairs take at
+        least: with narrow heads, each operation takes longer.
         """
         pair_cost = WRITTEN_OUT_PAIR_COST if self.written_out else PAIR_COST
         return max(flops * self.weight, pair_cost * pairs * self.query_heads)
@@ -158,8 +158,8 @@ class Problem:
         return self.kv_heads * (self.key_dim + self.value_dim) * _dtypes.NUMPY[self.dtype].itemsize
 
     def effort(self, flops: int, pairs: int, query_tokens: int, kv_tokens: int, sequences: int) -> int:
-        """The FLOPs, or if that is more, what so many query-key pairs take, or reading tokens and writing rows. A
-        million heads of one element are almost no FLOPs, but take a third of a second.
+        """The largest of these: the FLOPs, what so many query-key pairs take, and what reading tokens and writing rows
+        takes. A million heads of one element are almost no FLOPs, but take a third of a second.
         """
         if not query_tokens:
             return flops

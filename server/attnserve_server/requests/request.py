@@ -71,8 +71,8 @@ class Request(Work):
 
     @property
     def group(self) -> Hashable:
-        """Equal for requests that one batch can hold: any, whatever they ask for, since devices find what can share a
-        kernel call; but written-out requests do not hold up others.
+        """Equal for requests that one batch can hold. These may ask for different things, since devices find what can
+        share a kernel call. Written-out requests are apart, so as not to hold up others.
         """
         if self.unfinished is not None:
             return NOT_FINITE

@@ -50,8 +50,8 @@ class RequestResult:
 class BatchResult:
     """The results of a batch, one per request in its order, and where the time went (seconds).
 
-    `padding` is the share of its rows that belong to no request. `again` has, by place, the requests whose results are
-    incomplete, in the form in which they run once more, in a batch of their own group.
+    `padding` is the share of its rows that belong to no request. `again` has the requests whose results are incomplete,
+    by their places: each in the form in which it runs once more, in a batch of its own group.
     """
 
     results: list[RequestResult]
@@ -65,8 +65,8 @@ class BatchResult:
     def with_found(
         self, found: Sequence[RequestResult | None], compute: float, again: Mapping[int, Work]
     ) -> BatchResult:
-        """The whole batch, of which these are the results that `found` lacks. Finding those took `compute` seconds, and
-        left some of the batch to run `again`.
+        """The result of the whole batch, of which this is the part that `found` lacks. Computing `found` took `compute`
+        seconds, and left some requests to run `again`.
         """
         results = completed(found, found, lambda _: self.results)
         return replace(self, results=results, compute=self.compute + compute, again=again)
