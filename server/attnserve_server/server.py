@@ -48,13 +48,13 @@ def configured_device(config: Config) -> Device:
 
 
 LAST_CALLS_S: Final = 0.05
-"""A server that has drained still refuses what has arrived until nothing more has come for this long: when gRPC stops,
-it cancels the calls that wait to begin, and clients are set up to retry UNAVAILABLE, but not CANCELLED.
+"""A server that has drained still refuses what arrives, until nothing more has come for this long. When gRPC stops, it
+cancels the calls that wait to begin; and clients are set up to retry UNAVAILABLE, but not CANCELLED.
 """
 MOST_LAST_CALLS_S: Final = 1.0
 """How long it does so at most."""
 LAST_REPLIES_S: Final = 1.0
-"""How long after the grace replies that are nearly there may still be sent, and what callers are told last."""
+"""How long, after the grace, replies that are nearly there may still be sent, and so may what callers are told last."""
 FAREWELL_S: Final = 5.0
 """How long a server whose device failed waits until its callers have been told."""
 

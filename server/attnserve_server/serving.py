@@ -51,7 +51,8 @@ async def _serve(config: Config, open_device: OpenDevice, loop: EventLoop) -> tu
     server = Server(config, open_device)
     server.metrics.watch(scraped.loop(lambda: loop.busy_seconds), scraped.log(logs.left_out))
     try:
-        # Through the loop, because it waits while threads load: a signal just before that would not wake it.
+        # The loop handles signals, because it waits while threads load: otherwise, a signal that comes just before it
+        # waits would not wake it.
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, exit_at_once, 0)
         grpc_address, http_address = await server.start()

@@ -1,7 +1,7 @@
 """The signals that tell the process to stop, and what they do until the server serves.
 
-In: nothing. Out: the signals, for `serving` to take over, and a context in which they end the process; how that ends at
-once.
+In: nothing. Out: the signals, for `serving` to take over; a context in which they end the process; and how to end that
+at once.
 """
 
 from __future__ import annotations

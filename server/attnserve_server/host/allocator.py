@@ -1,10 +1,12 @@
 """The C library's allocator, tuned to how a server uses memory.
 
 In: nothing. Out: one heap for all threads of the process, which keeps freed memory, but little of it when no large
-reply has been sent for a while. glibc gives each thread that allocates a heap of its own; gRPC receives messages on
-several threads, so that memory that is free in one heap is of no use to another, and waiting requests take up to twice
-their size. And it returns free memory at the end of a heap, soon to ask for it again: each page then faults, and is
-filled with zeros, before it is written. `make bench` measures the memory of waiting requests, and what large ones cost.
+reply has been sent for a while.
+
+By itself, glibc gives each thread that allocates a heap of its own. gRPC receives messages on several threads. So
+memory that is free in one heap would be of no use to another, and waiting requests would take up to twice their size.
+glibc would also return free memory at the end of a heap, soon to ask for it again: then each page faults, and is filled
+with zeros, before it is written. `make bench` measures the memory of waiting requests, and what large ones cost.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ KEPT: Final = 256 << 20
 LARGEST_OF_A_HEAP: Final = 32 << 20
 """The most that glibc accepts; larger messages are rare, and their memory is returned."""
 QUIET_S: Final = 10.0
-"""How long nothing large must have been let go before unused memory is given back: longer than those who read no
-replies have until their connection is cut, and gRPC lets go of these.
+"""How long nothing large must have been let go before unused memory is given back: that is longer than callers who read
+no replies have until their connection is cut, and gRPC lets go of the replies.
 """
 
 

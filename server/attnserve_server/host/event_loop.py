@@ -5,11 +5,11 @@ it is busy all of the time, further requests wait in their connections, where no
 cannot be accepted, because there are no file descriptors left, it says so in a line a second.
 
 gRPC's thread tells the loop of each event by a byte in a socket. The callback that gRPC adds for that socket handles
-all events there are, but reads one byte. When some 280 have not been read, gRPC's thread waits: then all connections,
-whoever they belong to, get on by an event for each turn of the loop. While it turns quickly that is as it should
-be: what the server is not ready for stays with those who sent it, and who sends little does not wait behind it. But
-where turns are long, everybody waits for many of them, for seconds. So of what a turn has left, a byte is read for each
-`SECONDS_OF_AN_EVENT` that it took, before the callback is called.
+all events there are, but reads only one byte. When some 280 bytes have not been read, gRPC's thread waits: then all
+connections together, whoever they belong to, get on by one event for each turn of the loop. While the loop turns
+quickly, that is as it should be: what the server is not ready for stays with those who sent it, and who sends little
+does not wait behind it. But where turns are long, everybody waits for many of them, for seconds. So before the callback
+is called, further bytes are read: one for each `SECONDS_OF_AN_EVENT` since it was last called, if there are so many.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _Events:
         self._called = perf_counter()
 
     def call(self, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
-        """Calls a callback that reads one byte, after having read those that may be read besides. What a byte tells of
-        is there before the byte is, so that the callback handles all that these did.
+        """Calls a callback that reads one byte, after having read the further bytes. An event is there before its byte
+        is. So the callback also handles the events that those bytes told of.
         """
         now = perf_counter()
         more = int((now - self._called) / SECONDS_OF_AN_EVENT)

@@ -1,8 +1,8 @@
 """Memory in huge pages, for what is large, stays, and is read through again and again.
 
-In: a size. Out: an array, for which Linux is asked for pages of 2 MiB instead of 4 KiB. Each page that is read has its
-address translated, twice on a virtual machine, and a processor remembers the translations of a few thousand: of a few
-MiB in small pages. `python -m benchmarks --workloads D64` reads 512 MiB in each step.
+In: a size. Out: an array, for which Linux is asked for pages of 2 MiB instead of 4 KiB. The address of each page that
+is read has to be translated, twice on a virtual machine. A processor remembers the translations of a few thousand
+pages: in small pages, these are a few MiB. `python -m benchmarks --workloads D64` reads 512 MiB in each step.
 """
 
 from __future__ import annotations

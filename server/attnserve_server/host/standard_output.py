@@ -15,8 +15,8 @@ _STANDARD_ERROR: Final = 2
 
 def occupy_closed() -> None:
     """Has those of the process's standard streams that are closed lead nowhere. Otherwise sockets would get their
-    numbers: what a library writes to standard error would go to a caller, and libuv, which is to close one of them in
-    the end, aborts the process.
+    numbers: what a library writes to standard error would go to a caller, and libuv, which would have to close such a
+    socket in the end, would abort the process.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass
@@ -24,7 +24,9 @@ def occupy_closed() -> None:
 
 
 def give_up(error: OSError) -> str:
-    """Has everything else that is printed go nowhere, or Python fails as it ends. Returns what to tell people."""
+    """Has everything else that is printed go nowhere: otherwise Python would fail as it ends. Returns what to tell
+    people.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -78,8 +78,8 @@ def resolve_file(directory: Path, file: str, layer: str = "") -> Path:
 
 
 def open_checkpoint(directory: Path, file: str, layer: str = "") -> Checkpoint:
-    """Reads the headers of a checkpoint, of which safetensors makes sure that the tensors lie end to end and fill the
-    file. Raises LayerError with everything that is wrong with its files.
+    """Reads the headers of a checkpoint. safetensors makes sure that its tensors lie end to end and fill the file.
+    Raises LayerError with everything that is wrong with its files.
     """
     path = resolve(directory, file, layer)
     if path.is_dir():

@@ -62,7 +62,7 @@ def cost_of(
 def resident_cost(
     transformer: Transformer, lengths: Sequence[int], resident_lengths: Sequence[int], *, hides: bool = False
 ) -> Cost:
-    """What sequences cost in addition for continuing so many resident keys each; of these a window leaves the last."""
+    """What sequences cost in addition for continuing so many resident keys each. A window leaves the last of these."""
     attention = transformer.block.self_attention
     left, _ = attention.window
     reached = resident_lengths if left < 0 else [min(keys, left) for keys in resident_lengths]

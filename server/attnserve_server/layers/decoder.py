@@ -31,10 +31,10 @@ from attnserve_server.native.tokens import FINITE, TOKEN, TOKEN_FIELDS
 from attnserve_server.requests.options import causal_window
 
 Stepped: TypeAlias = tuple[int, int, Resident]
-"""Where its rows begin, how many there are, at least one, and its cache."""
+"""A sequence: where its rows begin, how many there are (at least one), and its cache."""
 
 MOST_TOKENS: Final = 16
-"""Of a sequence: more take other ways longer than describing where each of them goes."""
+"""The most tokens of a sequence: to describe where each of more tokens goes would take longer than it saves."""
 REMEMBERED_SHAPES: Final = 64
 
 
@@ -55,7 +55,8 @@ class DecoderSteps:
         projection, _ = attention.entrance(crossed=False)
         itemsize = dtype.itemsize
         rows = torch.empty(MOST_TOKENS, projection.width, dtype=dtype, device="meta")
-        # Of no method: in a cycle, weights would outlive their layer until the garbage collector comes.
+        # The cache is of no method: in a reference cycle, weights would outlive their layer until the garbage collector
+        # comes.
         self._shape = lru_cache(REMEMBERED_SHAPES)(partial(_shape_of, attention, self._window, rows))
         self._columns = [columns.start * itemsize for columns in projection.columns]
         self._across = projection.width * itemsize
@@ -89,8 +90,9 @@ class DecoderSteps:
     def run(
         self, batch: Batch, rows: torch.Tensor, rotations: torch.Tensor | None, residents: Residents
     ) -> torch.Tensor | list[int]:
-        """Rows [n, width] of requests that it takes, after all blocks; or the places of requests in which it met NaN or
-        infinities. Then all must be computed again, which overwrites what has been appended. Raises MemoryError.
+        """Rows [n, width] of requests that it `takes`, after all blocks. Or, if it met NaN or infinities, the places of
+        the requests in which it did: then all must be computed again, which overwrites what has been appended. Raises
+        MemoryError.
         """
         packing, pool = batch.inputs, residents.pool
         found = zip(packing.starts, packing.lengths, batch.in_order(residents.of_requests), strict=True)

@@ -176,7 +176,7 @@ def apply(compute: Compute, requests: Sequence[Received]) -> tuple[list[RequestR
     """
     results, pieces, owners = [], bytearray(), []
     for place, (plan, payloads, _) in enumerate(requests):
-        # Each reply has its own: a caller slow to receive one must not hold the memory of others.
+        # Each reply has memory of its own: a caller slow to receive one must not hold that of others.
         memory, to = memory_of(plan.reply_bytes)
         if plan.filled:
             ctypes.memset(to, 0, plan.reply_bytes)

@@ -14,7 +14,9 @@ from attnserve_server.native.products import Products
 
 
 def _gelu(rows: torch.Tensor) -> torch.Tensor:
-    """For what is contiguous, as the gate of a single row always is, torch has another implementation."""
+    """For contiguous inputs torch has another implementation than for others. The gate of a single row is always
+    contiguous, so all are made so.
+    """
     return gelu(rows.contiguous())
 
 

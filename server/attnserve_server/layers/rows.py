@@ -1,8 +1,8 @@
 """Sequences of different lengths and callers, packed end to end in rows; and which of them one kernel call can compute.
 
 A batch is a list of `LayerInput`, each with any number of sequences. Here they are put into one order, in which
-sequences that can share a kernel call are adjacent, packed without padding except for the last rows, which fill up the
-number of rows to what `multiple_of` asks for; and afterwards each request gets its own rows back.
+sequences that can share a kernel call are adjacent. They are packed without padding, except for the last rows, which
+fill up the number of rows to what `multiple_of` asks for. Afterwards each request gets its own rows back.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SequenceKind(NamedTuple):
 
 
 WHOLE: Final = 64
-"""torch's elementwise functions take no more elements at a time than this, two of the longest vectors in half
-precision: in rows whose widths are multiples of it, none is left over, to be computed by other instructions. (Of a
-rotation, half the width passes through sine and cosine, in float64; all else in it is rounded exactly either way.)
+"""torch's elementwise functions take at most this many elements at a time: two of the longest vectors, in half
+precision. Rows whose widths are multiples of it leave none over, to be computed by other instructions. (Half the width
+of a rotation passes through sine and cosine, in float64; all else in a rotation is rounded exactly either way.)
 """
 
 
@@ -102,9 +102,9 @@ class Stack:
 class Batch:
     """Requests that a layer computes together.
 
-    Their rows are padded to a `multiple` (`multiple_of`). `kinds` has the kind of each sequence, in the order of the
-    requests, for each of the layer's attentions with different keys (self-attention, cross-attention): sequences of
-    equal first kind are adjacent, and among these those of equal second kind.
+    Their rows are padded to a `multiple` (`multiple_of`). `kinds` has a list for each of the layer's attentions with
+    different keys (self-attention, cross-attention): the kind of each sequence, in the order of the requests. Sequences
+    of equal first kind are adjacent, and among these, those of equal second kind.
     """
 
     def __init__(self, inputs: Sequence[LayerInput], *kinds: list[SequenceKind], multiple: int) -> None:

@@ -3,8 +3,8 @@
 In: log records, from any thread. Out: their lines on a stream, in order. What waits to be written is bounded; lines
 beyond the bound are left out, counted, and spoken of in a line of their own once others are written again.
 
-A full pipe blocks whoever writes to it. If that were the event loop, the server would stop, and with it, through the
-lock of the handler that is written from, all threads with something to say.
+A full pipe blocks whoever writes to it. If that were the event loop, the server would stop; and so would all threads
+with something to log, since they would wait for the lock of the handler that writes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class LogWriter(logging.Handler):
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
         self._write = _writing_to(stream)
-        # It is reentrant, as logging is: lines also come from signal handlers, and from objects as they are freed.
+        # This kind of queue is reentrant, as logging is: lines also come from signal handlers, and from objects as they
+        # are freed.
         self._lines: SimpleQueue[_Line | threading.Event | None] = SimpleQueue()
-        # Each of these is changed by one side only: these two under the handler's lock, the others by the thread.
+        # Each of these is changed by one side only: the first two under the handler's lock, the next three by the
+        # thread.
         self._queued = 0
         self._refused = 0
         self._written = 0
         self._failed = 0
         self._told = 0
         self._stuck_at: int | None = None
+        """What had been written when `flush` last waited in vain."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="attnserve-log", daemon=True)
         self._thread.start()
@@ -62,7 +65,7 @@ class LogWriter(logging.Handler):
         """Queues the record's line, if there is room."""
         try:
             text = f"{self.format(record)}\n"
-        except Exception:  # what else logging does of it is write to standard error, at once
+        except Exception:  # logging by itself would write to standard error, at once
             text = f"{self.format(self._record('a line of %s cannot be written', record.name, fault=True))}\n"
         waiting = self._queued - self._written
         if self._ended:  # at the very end of the process, when there is no thread any more
@@ -108,7 +111,7 @@ class LogWriter(logging.Handler):
                 item.set()
 
     def _tell(self, refused: int) -> None:
-        """Says how many lines are missing here, if any are that this has not been said of."""
+        """Writes a line that says how many are missing here, if any are missing that no such line has told of."""
         missing = refused + self._failed - self._told
         if missing > 0:
             record = self._record("%d log lines were left out: they could not be written in time", missing)
@@ -132,8 +135,8 @@ class LogWriter(logging.Handler):
 def _writing_to(stream: TextIO | None) -> _Write:
     """What writes to a stream. None is the standard error of a process that has none.
 
-    A file is written to without the stream's own buffer: the thread would hold that one's lock while it waits for a
-    full pipe, and Python, which takes it as it ends, would abort.
+    A file is written to without the stream's own buffer. Otherwise the thread would hold the buffer's lock while it
+    waits for a full pipe, and Python, which takes that lock as it ends, would abort.
     """
     if stream is None:
         return lambda text: None

@@ -132,9 +132,9 @@ def _printable(text: str, escape: Callable[[str], str]) -> str:
 
 
 def soften(record: logging.LogRecord) -> bool:
-    """Reduces to one line what gRPC logs as a fault of the server, with a traceback: that an RPC was over before it
-    could be ended (gRPC itself had ended it: its caller has gone, or its message is too large, of which gRPC tells it),
-    and that what a caller sends as text is none.
+    """Reduces to one line what gRPC logs as a fault of the server, with a traceback. That is, first, that an RPC was
+    over before it could be ended: gRPC itself had ended it, because its caller has gone, or because its message is too
+    large (which gRPC tells the caller). And second, that what a caller sends as text is none.
     """
     if record.name != "grpc._cython.cygrpc":
         return True

@@ -7,8 +7,9 @@ OpenTelemetry's, and exemplars that lead from the latency histograms to traces.
                              │              └────┬────┘ links
                              └◀── links ── batch ─┬─ staging, compute, fetch          a trace of its own
 
-A caller's decision to record or not is honoured; of the other requests a share is recorded. One that is not has no
-`Trace`, and spans are made when their times are known: an unrecorded request costs only a look at its context.
+A caller's decision to record or not is honoured; of the other requests, a share is recorded. A request that is not
+recorded has no `Trace`, and costs only a look at its context. The spans of one that is recorded are made when their
+times are known.
 """
 
 from __future__ import annotations
