@@ -17,7 +17,7 @@ os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 # Set before anything imports torch, which reads it then. On CUDA, torch 2.13 would compile its products over an axis of
 # length 1 (one key, or heads of width 1) with Triton when they are first needed: that takes a C compiler and a home
-# directory that can be written, and fails the request without them.
+# directory that can be written; without them, the request would fail.
 os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
 
 __all__ = ["__version__"]

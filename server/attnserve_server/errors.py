@@ -47,8 +47,8 @@ by the name that it has in `Limits` or among the settings.
 """
 
 MAX_SHOWN = 1000
-"""The longest part of a message that says what was found, in characters: a unary call's status travels in trailers,
-which contain it several times, and of which gRPC accepts 8 KiB."""
+"""The longest part of a message that says what was found, in characters. A unary call's status travels in trailers,
+which contain this part several times; and gRPC accepts 8 KiB of trailers."""
 
 MOST_NAME_SHOWN = 128
 """How much of an unknown name is shown; names of layers are no longer than that."""
@@ -97,8 +97,8 @@ class RequestError(Exception):
 
 
 class InvalidRequest(RequestError):
-    """A request that breaks the contract: which field ("" for the request as a whole), what was expected there and what
-    was found; if it is larger than a limit of the server, the limit's name.
+    """A request that breaks the contract. The error says in which field ("" for the request as a whole), what was
+    expected there and what was found; and if the request exceeds a limit of the server, the limit's name.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT

@@ -16,8 +16,8 @@ from attnserve_server.settings.config import Config
 
 
 class Access(NamedTuple):
-    """Who the callers of a server are; its certificates, None if it serves without TLS; and for each kind of file that
-    is read again when it changes, what tells whether that failed.
+    """Who the callers of a server are, and its certificates, None if it serves without TLS. `reloads` has, for each
+    kind of file that is read again when it changes, a function that tells whether that failed.
     """
 
     callers: Callers

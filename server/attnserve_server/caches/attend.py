@@ -1,8 +1,8 @@
 """Attention over caches: by the native kernel where there is one that can, else by few calls of other kernels.
 
 In: queries and the pages they attend to. Out: a result each. Which call computes what follows from a query and the
-length of its cache alone (see `parts.py`), and results of calls are merged query by query, in the order of the keys:
-on a CPU, the bits of a result depend neither on where pages lie nor on the other queries.
+length of its cache alone (see `parts.py`). Results of calls are merged query by query, in the order of the keys. So on
+a CPU, the bits of a result depend neither on where pages lie nor on the other queries.
 """
 
 from __future__ import annotations

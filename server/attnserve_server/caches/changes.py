@@ -51,8 +51,9 @@ class Foreseen(NamedTuple):
 
 
 def foresee(changes: Iterable[Change], length: int, shared: int, per_page: int) -> Foreseen:
-    """The outcome of changes to a layer of `length` tokens, `per_page` to a page, whose first `shared` pages others
-    hold too: those are not freed when it drops them, and a shared last page that is not full is copied before it grows.
+    """The outcome of changes to a layer of `length` tokens, `per_page` to a page. Others hold its first `shared` pages,
+    too: these are not freed when the layer drops them. A last page that is shared and not full is copied before the
+    layer grows.
     """
     taken = most = 0
     pages = -(-length // per_page)

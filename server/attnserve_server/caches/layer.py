@@ -1,9 +1,9 @@
 """One layer of a cache: how many tokens it has and which pages they are in. No memory is touched here.
 
-A layer with n tokens has ceil(n / P) pages, all full but the last: its layout depends on n alone, not on how the tokens
-arrived, so that answers do not either. A fork takes the same time however many pages there are: both layers have the
-same list of pages, and whichever changes first then gets a list of its own. An append to a last page that is shared
-continues in a copy of it; full pages are never written again.
+A layer with n tokens has ceil(n / P) pages, all full but the last: its layout depends on n alone, and not on how the
+tokens arrived. So answers do not depend on that either. A fork takes the same time however many pages there are: both
+layers have the same list of pages, and whichever changes first then gets a list of its own. An append to a last page
+that is shared continues in a copy of it; full pages are never written again.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class CacheLayer:
     def append(self, tokens: int, append_id: int) -> tuple[Placement, int | None]:
         """Takes room for tokens out of the promised pages, for the append with that id.
 
-        Returns where they go, and the shared page that has to be copied, if any: the layer's reference to it passes to
-        the caller, who keeps it until the copy has been made and can no longer be undone.
+        Returns where they go, and the shared page that has to be copied, if there is one. The layer's hold on that page
+        passes to the caller, who keeps it until the copy has been made and can no longer be undone.
         """
         if not tokens:
             return Placement([], []), None

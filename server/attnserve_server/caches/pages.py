@@ -235,8 +235,8 @@ def _lies_as_read(shape: CacheShape, tokens: torch.Tensor) -> bool:
 
 
 def sent(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Integers, or rows of integers, as int64 on a device: on CUDA by way of pinned memory, as a copy from other memory
-    may wait for running computations, which may be those of other batches.
+    """Integers, or rows of integers, as int64 on a device. On CUDA they go by way of pinned memory: a copy from other
+    memory may wait for running computations, even those of other batches.
     """
     here = torch.tensor(numbers)
     if device.type == "cuda":

@@ -1,8 +1,9 @@
 """The shape of the tokens of a cache, and their layout in a page.
 
-A page has two halves, in different memories: a block of keys [Hk, P, D] in that of keys, a block of values [Hk, P, Dv]
-in that of values. So the keys of adjacent pages lie side by side, as do the values: reading all keys and then all
-values is a third faster than alternating. Heads come first, because kernels are up to twice as slow otherwise.
+A page has two halves, in two memories: a block of keys [Hk, P, D] in the memory of all keys, and a block of values [Hk,
+P, Dv] in the memory of all values. So the keys of adjacent pages lie side by side, as do the values: reading all keys
+and then all values is a third faster than alternating. Heads come first, because kernels are up to twice as slow
+otherwise.
 """
 
 from __future__ import annotations

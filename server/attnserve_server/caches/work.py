@@ -1,9 +1,9 @@
 """Operations on caches, as the engine runs them: each at its turn, and each appends all of its tokens or none.
 
-A request holds its caches from admission on, so that none is evicted, and is promised the pages that its append needs:
-once admitted, it does not fail for lack of room that could have been foreseen. Lengths are compared with what the
-caller expects only at its turn, because earlier operations may change them. Until then, pages and costs are counted by
-the length that earlier operations will leave if they succeed; at its turn, by the actual length.
+From admission on, a request holds its caches, so that none is evicted, and is promised the pages that its append needs.
+So once it is admitted, it does not fail for lack of room that could have been foreseen. Lengths are compared with what
+the caller expects only at its turn, because earlier operations may change them. Until then, pages and costs are counted
+by the length that earlier operations will leave if they succeed; at its turn, by the actual length.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def keep_one_heap() -> None:
 
 
 def give_back() -> None:
-    """Gives the system all memory of the heap that is unused, if that is more than `KEPT`: some of it lies between what
-    is in use, and no threshold bounds that. On glibc only, and unless the operator has decided how much is kept. Other
+    """Gives the system all memory of the heap that is unused, if that is more than `KEPT`. Some of it lies between what
+    is in use, where no threshold bounds it. On glibc only, and unless the operator has decided how much is kept. Other
     threads that allocate wait meanwhile: up to 0.25 ms for each MiB.
     """
     library = ctypes.CDLL(None)

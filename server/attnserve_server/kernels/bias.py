@@ -45,9 +45,8 @@ def added(call: AttentionCall, band: Band, begin: int, end: int) -> tuple[torch.
 def alibi(slopes: torch.Tensor, band: Band) -> tuple[torch.Tensor, torch.Tensor]:
     """The biases [1, Hq, Lq, S] of slopes [Hq], and the term that the lse then lacks [1, Hq, Lq].
 
-    A row's ALiBi is measured from the nearest key that the row reaches, or the farthest if the slope is negative, so
-    that the keys that matter have small biases; that leaves the softmax the same, and the second result corrects the
-    lse.
+    A row's ALiBi is measured from the nearest key that the row reaches, or from the farthest if the slope is negative.
+    So the keys that matter have small biases. That leaves the softmax the same, and the second result corrects the lse.
     """
     device = slopes.device
     position = torch.arange(band.query_length, device=device).unsqueeze(1) + band.offset

@@ -8,8 +8,8 @@ The kernel's traps, which are handled here:
 - It knows no grouped heads: a group is folded into the queries where it can be, else keys are repeated.
 - It multiplies masked scores by the scale: made positive.
 - It takes biases only in the dtype of the queries: half precisions with a bias are computed in float32.
-- It makes a product of float32 of three of TF32, which lose the last two bits of each factor: given keys and values in
-  two parts (`_in_parts`), it loses only those of queries and weights, and is as exact as float32.
+- It makes a product of float32 of three products of TF32, which lose the last two bits of each factor: it is given keys
+  and values in two parts (`_in_parts`). So it loses these bits only of queries and weights, and is as exact as float32.
 - It gives rows with nothing to attend results without meaning: set to 0 and -inf.
 - It may let NaN and inf at excluded places through, but only as NaN or inf: the result says which sequences have any,
   and its reader has those computed again.

@@ -220,8 +220,8 @@ def _run_causal(
 
 @lru_cache(maxsize=2)
 def _causal_bars(dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key is reached and -inf where it is not, for a block of queries that stand at the last columns, and as
-    many keys before it as there may be: a block needs a part of it.
+    """0 where a key is reached and -inf where it is not: for a block of queries that stand at the last columns, with as
+    many keys before them as there may be. Each block takes a part of this.
     """
     before = torch.zeros(CAUSAL_BLOCK, CAUSAL_LENGTHS[-1], dtype=dtype)
     return torch.cat([before, torch.full((CAUSAL_BLOCK, CAUSAL_BLOCK), -torch.inf, dtype=dtype).triu(1)], 1)
@@ -237,9 +237,9 @@ def _barred(excluded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _doubtful(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor | None:
     """The lse, not finite for rows whose scores may have overflowed; None if there is no such row.
 
-    The kernel gives 0 if all scores of a row are -inf, as it does for a single key with a score of 0, such as padding
-    has: hence the look at what scores there can be. An infinite score may give NaN where that key is excluded: inf -
-    inf.
+    The kernel gives 0 if all scores of a row are -inf. It also does so for a single key with a score of 0, such as
+    padding has: hence the look at what scores there can be. An infinite score may give NaN where that key is excluded:
+    inf - inf.
     """
     if surely_finite(lse / lse):
         return None

@@ -1,12 +1,12 @@
 """Ragged attention in half precision by torch's flash kernel for CUDA: many sequences in one call, without padding.
 
-Called is the operator below torch's `varlen_attn`, which adds operations on the host and the device to it, and in 2.11
-hides its lengths of keys. Its traps, which are handled here:
+What is called here is the operator below torch's `varlen_attn`, which adds operations on the host and on the device,
+and in torch 2.11 hides the operator's lengths of keys. Its traps, which are handled here:
 
 - It wants D = Dv in multiples of 8: padded with zeros, which changes no sum.
 - It gives rows with nothing to attend an lse of +inf: set to -inf.
 - It multiplies masked scores by the scale: made positive.
-- It takes a right bound as open if it is longer than the longest sequence: never where that differs.
+- It takes a right bound as open if it is longer than the longest sequence: it gets none where that makes a difference.
 - It divides the keys of single-query batches by the batch's size: told not to, or given an equivalent window with which
   it never does.
 - It has blocks of other sizes for causal batches, on some GPUs: whether a batch is told to be causal follows from its

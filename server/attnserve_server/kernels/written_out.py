@@ -95,8 +95,8 @@ def _joined(call: AttentionCall, results: list[_Attended], suspect: torch.Tensor
 
 
 def first_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
-    """The dtype that this kernel computes such queries in, at first, with a learned score or without: parameters of
-    scores that have it need no conversion.
+    """The dtype that this kernel at first computes such queries in, with a learned score or without. Parameters of
+    scores that have this dtype need no conversion.
     """
     if query.dtype == torch.float32 and (learned or query.device.type == "cpu"):
         return torch.float64

@@ -23,9 +23,9 @@ class LayerInput:
 
     input [total, inputs] in the layer's dtype, or token ids, int64 [total]. context [total_s, contexts] likewise, with
     `context_lengths`; both None: the input itself. `offsets`, one per sequence, are the positions of first inputs, for
-    masks and embeddings; None means as `options.bottom_right` says for masks, 0 for embeddings. mask (bool) and bias
-    (of the accumulation dtype) have rank 4 and broadcast to [N, Hq, longest length, longest context length]. segments,
-    int64 [total]; None means 0.
+    masks and embeddings. None means 0 for embeddings, and for masks what `options.bottom_right` says. mask (bool) and
+    bias (of the accumulation dtype) have rank 4 and broadcast to [N, Hq, longest length, longest context length].
+    segments, int64 [total]; None means 0.
     """
 
     input: torch.Tensor

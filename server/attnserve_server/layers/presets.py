@@ -31,9 +31,9 @@ Origins = Mapping[str, Origin]
 class Preset:
     """A convention. In canonical names and tensor names `{n}` is a block's number.
 
-    `roots`: possible prefixes of all tensor names. `claims`: the names after a root that belong to the layer: an unused
-    one means that the model computes something else, except for `buffers`, which hold no parameters. `itself`: the
-    layer is a self-attention, with one width throughout.
+    `roots`: possible prefixes of all tensor names. `claims`: the names after a root that belong to the layer. If a
+    tensor of such a name is not used, the model computes something else; unless it is one of `buffers`, which hold no
+    parameters. `itself`: the layer is a self-attention, with one width throughout.
     """
 
     kind: Literal["multi_head", "transformer"]

@@ -1,10 +1,11 @@
 """The product of rows with one weight, y = x W^T + b, by what is fastest at it where the process runs.
 
-float32, float16 and mostly bfloat16 are multiplied by the native library, where there is one: for few rows it is faster
-than MKL, for which torch packs the weight anew each time, and a row's bits depend on nothing else. It reads the weight
-in a format of its own, made when a layer is loaded; the original is not kept. Half precision takes it up to a fifth
-longer than float32, and less where reading the weight is most of the work (`python -m benchmarks.products`). bfloat16
-is left to oneDNN on AMD with AVX-512, and where there is AMX that the native library cannot use.
+float32, float16 and mostly bfloat16 are multiplied by the native library, where there is one. For few rows it is faster
+than MKL, for which torch packs the weight anew each time. And with it, a row's bits depend on nothing but the row and
+the weight. It reads the weight in a format of its own, made when a layer is loaded; the original is not kept. Half
+precision takes it up to a fifth longer than float32, and less where reading the weight is most of the work (`python -m
+benchmarks.products`). bfloat16 is left to oneDNN on AMD with AVX-512, and where there is AMX that the native library
+cannot use.
 
 torch multiplies with MKL, which takes its AVX2 path on non-Intel processors. oneDNN, which torch includes too, uses all
 their instructions: on a Zen 5 it takes 40 % of the time. It also wants the weight in its own format; `packs` says for

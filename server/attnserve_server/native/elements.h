@@ -1,10 +1,16 @@
 /* Numbers of any dtype at any address, as vectors of floats; and functions of vectors.
 
-   vectors: V floats each. vfma(a, b, c) is a * b + c; vbelow(a, b) is a < b; vnan is set for NaN; vselect(mask, a, b)
-   is a where the mask is set, else b; vrange sets elements begin <= i < end; vbytes those whose byte is not 0;
-   vtranspose turns V vectors of rows into vectors of columns; vsums gives the sum of each of V vectors, vtotals of each
-   of 8, vtops the maximum of each of 8, all in the same order; vpower(a) is 2^(b - 127), or 0 for b = 0, where b is the
-   number in the last 9 bits of a, below 255. */
+   vectors: V floats each.
+     vfma(a, b, c)          a * b + c
+     vbelow(a, b)           set where a < b
+     vnan(a)                set for NaN
+     vselect(mask, a, b)    a where the mask is set, else b
+     vrange(begin, end)     set for elements begin <= i < end
+     vbytes(p)              set for elements whose byte is not 0
+     vtranspose(x)          turns V vectors of rows into vectors of columns
+     vsums(x)               the sum of each of V vectors
+     vtotals(x), vtops(x)   the sum and the maximum of each of 8 vectors; all three take elements in the same order
+     vpower(a)              2^(b - 127), or 0 for b = 0; b, below 255, is the number in the last 9 bits of a */
 
 #include <math.h>
 #include <stdlib.h>

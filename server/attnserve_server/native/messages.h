@@ -26,20 +26,20 @@ struct layout {
     struct call call;       /* of a sequence, without addresses */
 };
 
-/* The known layouts, the lengths of their requests, and which were used since `used` was last cleared; and the tags of
-   message fields, of one byte each: the calls of a stream request; id, timeout and `attend` of a call; seconds and
-   nanoseconds of a timeout; the cache references of an `attend`, and name, layer, expected length and append id of one;
-   the replies of a stream response; id and `attend` of a reply; timings, batch size and cache lengths of that, and the
-   times of decoding, queueing, staging and computing. */
+/* The tags of message fields, of one byte each; and the known layouts. */
 struct known {
+    /* Of a stream request: its calls. Of a call: id, timeout, `attend`. Of a timeout: seconds, nanoseconds. */
     int64_t calls_tag, id_tag, timeout_tag, attend_tag, seconds_tag, nanos_tag;
+    /* Of an `attend`: its references to caches. Of a reference: name, layer, expected length, append id. */
     int64_t references_tag, name_tag, layer_tag, expected_tag, append_id_tag;
+    /* Of a stream response: its replies. Of a reply: id, `attend`. */
     int64_t replies_tag, reply_id_tag, reply_tag;
+    /* Of such an `attend`: timings, batch size, cache lengths. Of timings: those of each phase, in nanoseconds. */
     int64_t timings_tag, batch_tag, lengths_tag, decode_tag, queue_tag, staging_tag, compute_tag;
-    int64_t count;
-    int64_t lengths[MOST_LAYOUTS];
+    int64_t count;                  /* of the known layouts */
+    int64_t lengths[MOST_LAYOUTS];  /* of their requests, in bytes */
     const struct layout *layouts[MOST_LAYOUTS];
-    int64_t used[MOST_LAYOUTS];
+    int64_t used[MOST_LAYOUTS];     /* whether each was used since this was last cleared */
 };
 
 /* A layer of a cache, as a request refers to it. */

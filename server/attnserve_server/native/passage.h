@@ -24,8 +24,8 @@ struct unit {
     char *hidden;
 };
 
-/* A row behind a part: with the residual connection, and a norm if that comes after it; and what the norm before the
-   next part gives. */
+/* Computes a row behind a part: with the residual connection, and with a norm if that comes after it. Then, if there is
+   a norm before the next part, what that gives. */
 INLINE void connect(const struct unit *unit, int64_t row, const void *before, const char *part, const struct norm *norm,
                     const struct norm *next, char *ready) {
     const struct passage *passage = unit->passage;

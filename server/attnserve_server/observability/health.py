@@ -2,8 +2,8 @@
 
 In: the server's state. Out: `live`, `ready` and `accepts`, and what grpc.health.v1 says of `""` and the server's
 services by their names (readiness), and of `readiness`, `liveness` and `acceptance`. A draining server is live: a
-restart must not cut off the requests that it still answers. It is not ready, so that no new clients are sent to it; but
-it accepts requests for a time, and clients that are connected already (the SDK) go on until it does not.
+restart must not cut off the requests that it still answers. It is not ready, so that no new clients are sent to it. But
+it accepts requests for a time, and clients that are connected already (the SDK) go on until it no longer does.
 """
 
 from __future__ import annotations

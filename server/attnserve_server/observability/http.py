@@ -1,8 +1,8 @@
 """The HTTP port: `/metrics` for Prometheus, `/healthz` (liveness) and `/readyz` (readiness) for probes.
 
 In: a registry and the server's health. Out: answers to GET and HEAD of these three paths; where callers are known by
-tokens, the metrics only to those who may read them. It runs on the event loop of gRPC, whose health it reports: a loop
-that hangs fails its liveness probe, and the thread that writes the metrics reads them. That is why it is not
+tokens, the metrics only to those who may read them. It runs on the event loop of gRPC, whose health it reports: so a
+loop that hangs fails its liveness probe, and metrics are read by the thread that writes them. That is why it is not
 prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would need a web
 server, for three paths. A scrape takes 2 to 4 ms of the loop.
 """
@@ -30,8 +30,8 @@ from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
 
 _NO_REQUEST: Final = (b"\x16", b"\r")
-"""First bytes of what is answered at once: a TLS handshake, whose peer waits for an answer and sends nothing that would
-end a header, and an empty line.
+"""First bytes of what is answered at once, without waiting for the end of a header: an empty line, and a TLS handshake,
+whose peer sends nothing that would end a header, but waits for an answer.
 """
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _PATIENCE_S: Final = 5.0

@@ -123,8 +123,8 @@ def shown(value: object) -> Any:
 
 
 def _printable(text: str, escape: Callable[[str], str]) -> str:
-    """The text with what is not printable escaped: a line break of any kind in what a caller sends would let it write
-    log lines, and an escape sequence would have a terminal do what it says.
+    """The text, with what is not printable escaped. Otherwise a caller could write log lines of its own by sending a
+    line break of any kind, and have a terminal do what it likes by sending an escape sequence.
     """
     if text.isprintable():
         return text

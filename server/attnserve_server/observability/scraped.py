@@ -143,8 +143,8 @@ def log(left_out: Read) -> Reading:
 
 
 class Device:
-    """How busy the device is, and its memory, if it has one of its own: the seconds in which it had a batch, those of
-    the batch that it has now (0 if it has none), and the memory's bytes by state (allocated, reserved, free).
+    """How busy the device is: the seconds in which it had a batch, and for how many it has had its present batch (0 if
+    it has none). And, if it has a memory of its own, the bytes of that by state (allocated, reserved, free).
     """
 
     def __init__(self, busy_seconds: Read, batch_seconds: Read, memory: Callable[[], Mapping[str, int]]) -> None:

@@ -41,9 +41,9 @@ class Endings:
     def refused(
         self, label: str, error: RequestError | NoRoom, caller: Caller | None, request_id: Callable[[], str]
     ) -> None:
-        """An error answers a call or ends an RPC: counts it if it is a rejection, also for its caller if that is known,
-        and has it logged. `request_id` is called only if a line is written, or if the caller is told the id, which then
-        is in the error.
+        """An error answers a call or ends an RPC. It is counted if it is a rejection, also for its caller if that is
+        known; and it is logged. `request_id` is called only if a line is written, or if the caller is told the id,
+        which then is in the error.
         """
         if error.rejection is not None:
             self._metrics.rejected(error.rejection)

@@ -26,7 +26,7 @@ MAX_REQUEST_BYTES: Final = 1024
 
 class HealthService:
     """The service for one server's health. Watches are counted among `streams`, and calls whose messages have not come
-    among `messages_due`: both are apart from what identified callers have.
+    among `messages_due`: both are bounds of their own, apart from those of identified callers.
     """
 
     def __init__(self, health: Health, rpcs: Rpcs, streams: OpenRpcs, messages_due: MessagesDue) -> None:

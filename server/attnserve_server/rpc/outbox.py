@@ -1,7 +1,8 @@
 """The replies of one stream on their way to its caller.
 
-In: replies, as they become ready. Out: messages, one at a time: each holds the replies that became ready while the last
-was being written, up to a size that every client accepts; none waits for others to join it. On the event loop.
+In: replies, as they become ready. Out: messages, one at a time. Each holds the replies that became ready while the one
+before was being written, up to a size that every client accepts. No reply waits for others to join it. On the event
+loop.
 """
 
 from __future__ import annotations

@@ -111,8 +111,9 @@ def _add(
 
 
 def _own_addresses(address: Address) -> Sequence[Address]:
-    """The numeric addresses of a name that this machine has; if there are several, port 0 becomes a port that is free
-    on all of them. gRPC would listen on those that it can get, even if that is only one, and not say which.
+    """The numeric addresses of a name, as far as this machine has them. If there are several, port 0 becomes a port
+    that is free on all of them. gRPC by itself would listen on those that it can get, even if that is only one, and not
+    say which.
 
     Raises ListenError if one is taken, or the name has none.
     """

@@ -41,9 +41,9 @@ class RepliesDue:
         return len(self._calls)
 
     def require_room(self, peer: str) -> None:
-        """Raises Overloaded if as many replies as may be wait on this connection. If as many as may be wait in all,
-        connections are closed; it is raised if there are none to close, since on a unix socket they cannot be told
-        apart.
+        """Raises Overloaded if as many replies as may be wait on this connection. If as many as may be wait in all, the
+        oldest connections are closed; Overloaded is raised if there are none to close, since on a unix socket they
+        cannot be told apart.
         """
         if self._of[peer] >= self._most_of_one and not peer.startswith("unix"):
             raise Overloaded(too_many_unread(self._most_of_one))

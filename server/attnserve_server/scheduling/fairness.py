@@ -67,9 +67,9 @@ class FairClock:
         return begin
 
     def begin_later(self, caller: Hashable, waiting: Iterable[Place]) -> list[float]:
-        """Places all waiting entries of a caller anew, which are given in the order in which they came: it has used
-        more than it should have, and they should take other times than was known before. Returns their virtual start
-        times, none of which is earlier than it was.
+        """Places the waiting entries of a caller anew, because it has used more than it should have, and they should
+        take other times than was known before. `waiting` has all of them, in the order in which they came. Returns
+        their virtual start times, none of which is earlier than it was.
         """
         places = list(waiting)
         if not places:

@@ -23,8 +23,8 @@ LEAST_SECONDS: Final = 1e-18
 MOST_SECONDS: Final = 1e3
 
 UNKNOWN_FLOP: Final = 1.0
-"""The variance of the logarithm of the time per FLOP while it is unknown; below that of the time per request, because a
-slow small request is slow in what surrounds its FLOPs."""
+"""The variance of the logarithm of the time per FLOP while it is unknown. It is less than that of the time per request,
+because a slow small request is slow in what surrounds its FLOPs."""
 UNKNOWN_REQUEST: Final = 6.0
 NOISE: Final = 0.1
 """The variance of the logarithm of a batch's time when both figures are known."""

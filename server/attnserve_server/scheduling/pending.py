@@ -133,7 +133,8 @@ class PendingRequests:
     def drop_cancelled(self) -> None:
         """Replies to cancelled entries that have not run yet."""
         cancelled, self._cancelled = self._cancelled, []
-        # First those that wait for turns: as those in the queue leave, turns come, and who has one enters the queue.
+        # First those that wait for turns. As those in the queue leave, turns come, and who gets one enters the queue: a
+        # cancelled one would then be missed there.
         self._drop(filter(self._turns.waits, cancelled), Cancelled)
         self._drop(self._queue.drop_cancelled(), Cancelled)
 

@@ -108,8 +108,9 @@ def misspelled_flags(arguments: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _joined(argv: Iterable[str]) -> list[str]:
-    """A command line in which flags are joined to values that look like negative numbers, as `--max-wait=-1s`: argparse
-    takes what begins with a dash for a flag, unless all of it is a number, and would say that there is no value.
+    """A command line in which flags are joined to values that look like negative numbers, as in `--max-wait=-1s`.
+    argparse takes what begins with a dash for a flag, unless all of it is a number: it would say that the value is
+    missing.
     """
     flags = {flag(item.name) for item in settings()}
     words: list[str] = []
