@@ -2,7 +2,7 @@
 
 There are three streams: one copies to the device, one computes, one copies back. Events order them, and the host waits
 only for what it must know. Batches on several threads share the streams. So a batch computes after all that was
-submitted before it, in whatever memory that was, and its inputs are copied meanwhile. It waits for its own work and for
+submitted before it, whatever memory they use, and its inputs are copied meanwhile. It waits for its own work and for
 what others had submitted by then, but for no more: that point is marked before it waits (`asked`).
 
 The compute stream is the device's default stream, on which layers are loaded and caches made, too. What is little is

@@ -171,8 +171,8 @@ class MultiHead:
     def project_batch(
         self, compute: Compute, batch: Batch, inputs: torch.Tensor, contexts: torch.Tensor | None
     ) -> Heads:
-        """The heads of a batch whose keys may come from other rows: inputs begin at their offsets; contexts, even if
-        they are the inputs, at 0.
+        """The heads of a batch whose keys may come from other rows. Rotations count the positions of inputs from their
+        offsets, and those of contexts from 0, even if contexts are the inputs.
         """
         rotations: tuple[torch.Tensor, ...] = ()
         key_rotations: tuple[torch.Tensor, ...] = ()

@@ -107,6 +107,9 @@ class FastPath:
         return self._answer(caller, self._messages.read_request(message), message, arrival)
 
     def _answer(self, caller: Caller, asked: Asked, message: bytes, arrival: float) -> Answered | Declined:
+        """The answer to the message that the library has read last; `asked` is what it has found there. If the message
+        is declined, nothing has changed.
+        """
         engine, messages, requests = self._engine, self._messages, asked.requests
         if requests < 0:
             return _UNKNOWN_LAYOUT

@@ -28,8 +28,8 @@ is busy, keeps its descriptor for as long: with gRPC's default, for a minute.
 """
 
 KEEPALIVE_MS: Final = 60_000
-"""After how long without a word a caller is pinged: one whose machine has vanished would keep its streams, and its
-places among `max_caller_streams`, for hours."""
+"""After how long without a word a caller is pinged. Otherwise one whose machine has vanished would keep its streams,
+and its places among `max_caller_streams`, for hours."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
 """How long a caller may take to answer a ping. A synchronous client in C++ that has no calls reads every 5 s."""
 

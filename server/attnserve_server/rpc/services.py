@@ -72,7 +72,7 @@ STOP_S: Final = 3.0
 """How long gRPC may take to stop, its grace included: it waits up to 20 s for each connection that stands still."""
 SHARED_MESSAGES: Final = 2
 """A message may have this many times the bytes that there are for each request (`max_bytes` / `max_requests`), and
-still be kept by each of its calls. By default, those that the SDK joins are no longer.
+still be kept by each of its calls (`Streams.max_shared_bytes`). By default, those that the SDK joins are no longer.
 """
 STREAM_SHARE: Final = 4
 """A stream is not read from while it has more than one in this many of the requests that may be in flight."""

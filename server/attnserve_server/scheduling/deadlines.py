@@ -35,9 +35,9 @@ class Deadlines:
         """Raises DeadlineUnreachable if an entry, and what is due before it, should take longer than its caller waits,
         as far as is known. `free_at` is when the device should be done with what it has; None if it has nothing.
 
-        Such an entry is still computed now and then if its own turn should come in time and nothing of its kind is in
-        flight: nothing else would correct a wrong rate. Returns whether this is such a trial: once it has been
-        admitted, `begin_trial` takes note of it.
+        Now and then, such an entry is computed all the same, if its own turn should come in time and nothing of its
+        kind is in flight: nothing else would correct a wrong rate. Returns whether this is such a trial: once it has
+        been admitted, `begin_trial` takes note of it.
         """
         now = entry.arrival + entry.decode
         own = self._pace.least_seconds_of(entry.kind, entry.cost)
