@@ -87,7 +87,7 @@ class RequestError(Exception):
         return status_of(self.code, self.message, self.details())
 
     def encoded_status(self) -> bytes:
-        """That status, serialised."""
+        """The google.rpc.Status of this error, serialised."""
         encoded: bytes = self.status().SerializeToString()
         return encoded
 
@@ -184,7 +184,7 @@ class Overloaded(RequestError):
 
     @property
     def rejection(self) -> str:
-        """Mostly the bound."""
+        """Its label in the metrics of rejections: mostly the bound."""
         return self._why.rejection
 
     def details(self) -> list[Message]:
@@ -196,7 +196,7 @@ class Overloaded(RequestError):
         return self._why.encoded_status()
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """As for every error, and how long gRPC's own retries should wait."""
+        """The trailers of every error, and how long gRPC's own retries should wait."""
         return *super().trailers(), ("grpc-retry-pushback-ms", str(max(1, round(self.retry_delay * 1000))))
 
 

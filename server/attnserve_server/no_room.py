@@ -29,7 +29,7 @@ class NoRoom:
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     bound: str
-    """Of what there is none left: a name for programs, in the ErrorInfo."""
+    """What there is none left of: a name for programs, in the ErrorInfo."""
     message: str
     reason: str
     """A constant that a program can compare."""
@@ -92,12 +92,12 @@ def too_many_streams(limit: int, of_all: bool = False) -> NoRoom:
 
 
 def too_many_unsent(limit: int, of_all: bool = False) -> NoRoom:
-    """The same for unary calls that wait for their messages."""
+    """As `too_many_streams`, for unary calls that wait for their messages."""
     return _too_many("calls whose messages have not come", "unsent_messages", "TOO_MANY_UNSENT", limit, of_all)
 
 
 def too_many_unread(limit: int, of_all: bool = False) -> NoRoom:
-    """The same for unary calls whose replies wait to be read."""
+    """As `too_many_streams`, for unary calls whose replies wait to be read."""
     return _too_many("calls whose replies have not been read", "unread_replies", "TOO_MANY_UNREAD", limit, of_all)
 
 

@@ -95,7 +95,7 @@ class Cache:
         return self.layers[layer].pages
 
     def table(self, layer: int) -> PageTable:
-        """The same, as an immutable table."""
+        """The pages of a layer, as an immutable table."""
         return self.layers[layer].table
 
     @property

@@ -17,19 +17,19 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class Share(Change):
-    """To share all its pages with the layer of a fork."""
+    """Shares all pages of the layer with that of a fork."""
 
 
 @dataclass(slots=True, eq=False)
 class Cut(Change):
-    """To cut off everything behind the first `length` tokens."""
+    """Cuts off everything behind the first `length` tokens."""
 
     length: int
 
 
 @dataclass(slots=True, eq=False)
 class Grow(Change):
-    """To append `tokens` tokens; and, from its turn on, what is needed to undo that."""
+    """Appends `tokens` tokens. From its turn on, it also has what is needed to undo that."""
 
     tokens: int
     before: int = 0

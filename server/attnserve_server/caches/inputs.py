@@ -49,7 +49,7 @@ def read_queries(device: Device, request: CachedRequest, sequences: Sequence[int
         return None if spec is None else read_tensor(spec, payloads, device)
 
     def parameter(name: str) -> torch.Tensor | None:
-        """In the dtype of sums."""
+        """A tensor of the request, in the dtype of sums."""
         tensor = read(name)
         return None if tensor is None else in_range(tensor, accumulation_dtype(TORCH[problem.dtype]))
 

@@ -108,7 +108,7 @@ class CacheLayer:
 
     @property
     def table(self) -> PageTable:
-        """The same as a table, which is reused until they change."""
+        """Its pages as a table, which is reused until they change."""
         if self._list.table is None:
             self._list.table = PageTable(self._list.numbers[:])
         return self._list.table

@@ -135,7 +135,7 @@ class QueryAttention:
         return attention.in_float64() if several and device.type == "cpu" and _may_have_large_lse(query) else attention
 
     def in_float64(self) -> QueryAttention:
-        """The same, in float64, with nothing computed yet."""
+        """The same query in float64, with nothing computed yet."""
         query = self.query
         added = {name: getattr(query, name) for name in ("bias", "alibi_slopes", "sinks")}
         query = replace(query, **{name: part.double() for name, part in added.items() if part is not None})

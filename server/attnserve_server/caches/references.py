@@ -48,8 +48,8 @@ class Reference(NamedTuple):
 def read_header(
     message_type: MessageType, buffer: bytes, at: int, end: int, limits: RequestLimits
 ) -> tuple[tuple[Reference, ...], bytes, Payloads]:
-    """Of the message in a part of a buffer: the caches that it names, its header without them, and its payloads. Raises
-    InvalidRequest.
+    """The caches that the message in a part of a buffer names, the message's header without them, and its payloads.
+    Raises InvalidRequest.
     """
     try:
         header, payloads = _wire.find(message_type, buffer, at, end)

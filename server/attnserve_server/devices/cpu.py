@@ -243,7 +243,7 @@ class CpuDevice:
         return tensors
 
     def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        """The same."""
+        """What returns the tensors themselves."""
         return lambda: tensors
 
     def take_kernel_calls(self) -> Counter[str]:

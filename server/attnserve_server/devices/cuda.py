@@ -56,7 +56,7 @@ class _KernelCalls(local):
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.unseen: list[torch.Tensor] | None = None
-        """None: flags are read at once."""
+        """The flags that are to be read later; None if flags are read at once."""
 
 
 class CudaDevice:
@@ -202,7 +202,7 @@ class CudaDevice:
         return self.fetching(tensors)()
 
     def fetching(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        """The same, with the wait apart."""
+        """As `fetch`, but returns what waits."""
         fetched = [self._transfers.fetch(tensor) for tensor in tensors]
         until_fetched = self._transfers.asked().until_fetched
 

@@ -57,7 +57,7 @@ class NativeCompute:
         return self.library.attend(calls, self._threads_for(flops))
 
     def apply(self, layer: bytes, pieces: bytearray, flops: int) -> list[int]:
-        """Likewise computes packed sequences with a packed multi-head layer."""
+        """As `attend`, for packed sequences and a packed multi-head layer."""
         self._count(NAME, len(pieces) // PIECE.size)
         return self._layers.apply(layer, pieces, self._threads_for(flops))
 

@@ -121,5 +121,5 @@ class _Waits:
 
     @property
     def seconds(self) -> float:
-        """For how long in all, while the loop is open."""
+        """For how long the loop has waited in all; to be asked only while it is open."""
         return float(self._LIBUV.uv_metrics_idle_time(self._loop)) * 1e-9

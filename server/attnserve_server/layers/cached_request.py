@@ -57,7 +57,7 @@ class CachedLayerRequest(CacheWork):
     mask: torch.Tensor | None
     limits: RequestLimits
     extent: Extent = field(init=False)
-    """That of `applied`, and attention to the tokens that the caches hold before it."""
+    """The extent of `applied` and, in addition, of attention to the tokens that the caches hold before it."""
 
     @property
     def appended_field(self) -> str:

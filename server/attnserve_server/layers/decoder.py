@@ -70,7 +70,7 @@ class DecoderSteps:
         dtype: torch.dtype,
         compute: Compute,
     ) -> DecoderSteps | None:
-        """Those of a stack with these passages and self-attentions; None if the library does not compute them."""
+        """The steps of a stack with these passages and self-attentions; None if the library does not compute them."""
         packed = packed_passages(passages)
         if compute.native is None or packed is None or not attentions or len(packed) != len(attentions) + 1:
             return None

@@ -27,7 +27,7 @@ from attnserve_server.requests.work import Extent
 MOST_KEPT: Final = 1024
 """How many applications of a layer are remembered."""
 MOST_SEQUENCES: Final = 256
-"""Those with more sequences are not remembered: each takes memory."""
+"""Applications with more sequences than this are not remembered: each sequence takes memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

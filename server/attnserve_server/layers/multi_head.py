@@ -78,9 +78,9 @@ class MultiHead:
         wide = accumulation_dtype(dtype)
         heads, width, value_width = specification.heads, specification.head_dim, specification.value_dim
         self.value_width = heads * value_width
-        """Of all heads' outputs, side by side."""
+        """The width of all heads' outputs, side by side."""
         self.widest = max(width, value_width)
-        """Of a head."""
+        """The larger one of the widths of a head's keys and values."""
         self.scoring = Scoring(
             scale=width**-0.5 if specification.scale is None else specification.scale,
             pair_flops=2 * heads * (width + value_width),

@@ -29,7 +29,7 @@ class Projection:
         self.product, self.columns = product, columns
         self._inputs = inputs
         self.width = sum(_whole(each.stop - each.start) for each in columns)
-        """Of all columns, those between them included."""
+        """The number of all columns, those between the maps included."""
         self.row_flops = 2 * inputs * self.width
         """What one row costs."""
 

@@ -154,7 +154,9 @@ class TransformerLayer:
         return ResidentAttention(self._compute, batch, residents, scoring, window)
 
     def _rotations(self, batch: Batch) -> torch.Tensor | None:
-        """Those of self-attention's queries and keys, which are at the same positions; None without any."""
+        """The rotations of self-attention's queries and keys, which are at the same positions; None if they are not
+        rotated.
+        """
         rotation = self._steps[0].attention.rotation if self._steps else None
         return None if rotation is None else rotation.of(batch.positions(self._compute.torch_device))
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from attnserve_server.requests.request import Request
 
 MOST_SEQUENCES: Final = 256
-"""In a message, and so in a request."""
+"""The most sequences in a message, and so in a request."""
 MOST_RESULT_BYTES: Final = 1 << 20
-"""For all results of a message."""
+"""The most bytes of all results of a message."""
 
 _LAYOUT: Final = struct.Struct("=23q")
 _NOWHERE: Final = (0,) * 9

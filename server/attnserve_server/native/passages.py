@@ -93,7 +93,7 @@ class Passage:
         self._alive = output, behind, forward, before, following  # `struct` has the addresses of their tensors
         weights = [each for each in (output, up, down, following) if each is not None]
         self.elements = sum(each.inputs * each.outputs for each in weights)
-        """Of all weights."""
+        """The number of elements of all weights."""
         self.struct = b"".join(
             (
                 _SHAPE.pack(NATIVE_FROM_TORCH[dtype], width),

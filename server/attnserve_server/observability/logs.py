@@ -46,7 +46,7 @@ def configure(level: str, log_format: str, stream: TextIO | None = None) -> None
 
 
 def writers() -> Iterator[LogWriter]:
-    """Those that `configure` has set up."""
+    """The log writers that `configure` has set up."""
     return (handler for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
 
 

@@ -43,7 +43,7 @@ WRITTEN_OUT = 8
 and ALiBi beside a mask or a bias) as in the kernels for plain attention: 3 to 9, measured on a CPU. The native kernel
 is not slowed down by softcaps, but it is not known here whether there is one."""
 ADDITIVE = 80
-"""The same for additive scores, whose operations are mostly tanh."""
+"""How many times as long an operation takes with additive scores, where it is mostly a tanh."""
 
 ROW_COST, KEY_COST, HEAD_COST = 2_000, 100, 10_000
 """The least cost in FLOPs of a query of a head, a key of a head, and a head of keys, however narrow they are and

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 REPLY_BYTES_PER_SECOND: Final = 1 << 20
 """How fast a reply must be taken at least, once it is late."""
 CONNECTION_BYTES_PER_SECOND: Final = 8 << 20
-"""The same for all replies that are being sent on a connection: where there are many, each takes longer."""
+"""How fast the replies on a connection must be taken, all together: where there are many, each takes longer."""
 FAREWELL_S: Final = 5.0
 """How long it may take to tell a caller why its stream has ended. That is sent after the reply that is late, so it
 reaches callers that read slowly. The connection of one that does not read at all is closed."""

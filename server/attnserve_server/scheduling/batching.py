@@ -26,9 +26,11 @@ MOST_SKIPPED: Final = 64
 """`_first` may hold this many places, beside two for each entry, before those that are out of date are removed."""
 
 MUCH_LONGER: Final = 1.5
-"""If a batch takes this many times as long as it should have, its callers' waiting entries are placed anew,"""
+"""If a batch takes this many times as long as it should have, and `MUCH_LONGER_SECONDS` longer, its callers' waiting
+entries are placed anew.
+"""
 MUCH_LONGER_SECONDS: Final = 0.005
-"""provided that it took this much longer: for less, the work would not be worth it."""
+"""For less, placing them anew is not worth the work."""
 
 
 class Waiting(Protocol):
