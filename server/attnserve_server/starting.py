@@ -41,7 +41,7 @@ def _for_good() -> Iterator[None]:
 def start(arguments: Sequence[str]) -> int:
     """Runs the server until it is told to stop, and returns the exit status."""
     standard_output.occupy_closed()
-    keep_one_heap()  # before there are threads, of which the log has the first
+    keep_one_heap()  # before there are threads: the log starts the first one
     log_format = command_line.log_format(arguments, os.environ)
     logs.configure("info", log_format)
     logs.take_over()

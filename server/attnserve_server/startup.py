@@ -28,7 +28,7 @@ class Startup:
     def __init__(self, log_format: str) -> None:
         self._formatter = logs.JsonFormatter() if log_format == "json" else None
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # names of files and layers, where there is only ASCII
+            sys.stdout.reconfigure(errors="backslashreplace")  # for names of files and layers, if it takes ASCII only
 
     def say(self, fact: str, value: str, *, note: str = "", **more: str) -> None:
         """Prints one fact. For people, an empty value is `none`, and `note` follows the value; `more` are fields,

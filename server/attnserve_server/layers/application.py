@@ -64,7 +64,7 @@ class Application:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute, however many sequences without rows a request declares."""
-        if self.resident:  # as many as there are caches
+        if self.resident:  # it has no more sequences than it names caches
             return False
         return self.batched and not self.length and not self.context_length
 

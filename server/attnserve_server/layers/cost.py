@@ -51,7 +51,7 @@ def cost_of(
         block = architecture.block
         each = _attention(block.self_attention, lengths, lengths, scores, hides)
         each = each.plus(sum(lengths) * _feed_forward(block.feed_forward))
-        if block.cross_attention is not None:  # which masks are not for
+        if block.cross_attention is not None:  # masks and biases are not for it
             each = each.with_cost(_attention(block.cross_attention, lengths, contexts, scores, False))
         return each.times(architecture.blocks)
     if isinstance(architecture, Attention):

@@ -52,7 +52,7 @@ def _words(error: OSError) -> str:
     """Why an address cannot be listened on. uvloop puts the address, which the message has already, before the
     system's words.
     """
-    if error.errno is None or isinstance(error, socket.gaierror):  # whose numbers are others
+    if error.errno is None or isinstance(error, socket.gaierror):  # the latter has numbers of its own
         return error.strerror or str(error)
     return os.strerror(error.errno)
 

@@ -142,7 +142,7 @@ def _writing_to(stream: TextIO | None) -> _Write:
         return lambda text: None
     try:
         descriptor = stream.fileno()
-    except (OSError, AttributeError):  # one in memory
+    except (OSError, AttributeError):  # a stream in memory
         return lambda text: (stream.write(text), stream.flush())
     encoding, errors = stream.encoding, stream.errors or "strict"
 
@@ -151,7 +151,7 @@ def _writing_to(stream: TextIO | None) -> _Write:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # whoever started the process has set the pipe so
+            except BlockingIOError:  # whoever started the process has made the pipe so
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
                 waiting.poll()

@@ -80,7 +80,7 @@ class LayerService:
             raise InvalidRequest("definitions", "layers that can be loaded", _summary(error)) from None
         except RequestError:
             raise
-        except Exception:  # of the server's own: the log says what
+        except Exception:  # a fault of the server: only the log says which
             logger.exception("layers were not loaded", extra={"definitions": file})
             raise ComputationFailed("the layers could not be loaded") from None
         logger.info("loaded %s", ", ".join(each.name for each in loaded))

@@ -74,4 +74,4 @@ class RepliesDue:
             return
         for task in [task for task, peer in self._calls.items() if peer in peers]:
             self._end(task)
-            task.cancel()  # gRPC would log the end of the connection as an error of it
+            task.cancel()  # else gRPC would log the end of the connection as its error

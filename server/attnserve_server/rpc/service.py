@@ -75,7 +75,7 @@ class AttentionService:
                 await self._serve(caller, context)
         except Exception as raised:
             error = error_for_caller(raised)
-            if not isinstance(error, CallerChanged):  # which fails no call
+            if not isinstance(error, CallerChanged):  # it fails no call
                 self._metrics.stream_failed(error.code.name)
             await self._rpcs.refuse(context, ATTENDED, error, caller)
         finally:

@@ -94,7 +94,7 @@ class CallStream:
         self._usage = streams.metrics.usage.of(caller.name)
         self._context = context
         self._parent = None if streams.tracing is None else in_metadata(context.invocation_metadata())
-        self._fast_path = streams.fast_path if streams.tracing is None else None  # which keeps no traces
+        self._fast_path = streams.fast_path if streams.tracing is None else None  # it keeps no traces
         self._learns = False
         """Whether the requests of the message that is being read may teach the fast path a layout."""
         self._id: str | None = None
@@ -206,7 +206,7 @@ class CallStream:
                         self._engine.hurry()
             finally:
                 self._receiving = False
-                self._outbox.write()  # replies that are ready leave a turn of the loop sooner
+                self._outbox.write()  # at once: else ready replies leave a turn of the loop later
                 self._reading_turn.end(self._turn_begin, perf_counter())
             if self._ended:
                 return

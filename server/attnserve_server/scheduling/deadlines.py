@@ -65,5 +65,5 @@ class Deadlines:
         if trial in batch.entries:
             self._next_trial = now + TRIAL_PAUSE * seconds * trial.cost / max(1, batch.cost)
             self._trial = None
-        elif trial is None or trial.answered:  # its turn came too late
+        elif trial is None or trial.answered:  # its turn came too late: it has not been computed
             self._trial = None
