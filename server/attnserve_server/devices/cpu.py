@@ -72,7 +72,7 @@ class CpuDevice:
         self._team = Team(threads - 1) if threads > 1 and native is not None else None
 
     def prepare_thread(self) -> None:
-        """Has torch compute by one thread on this one, from its first product on.
+        """Makes torch compute with one thread when it is called on this one, from the first product on.
 
         In torch, how many threads compute is set for each thread, and a new thread takes the setting over only in some
         functions. Until it has called one of these, as many threads as there are processors would compute its products,

@@ -140,7 +140,7 @@ class CudaTransfers:
         return Asked(computed, fetched)
 
     def warm_up(self) -> None:
-        """Has memory ready, which takes milliseconds, before the first batch needs it."""
+        """Gets memory ready before the first batch needs it: that takes milliseconds."""
         blocks = [self.allocate(1 << power) for power in WARM_POWERS for _ in range(WARM_BLOCKS)]
         for stream in (self._compute_stream, self._upload_stream):
             with torch.cuda.stream(stream):

@@ -36,7 +36,7 @@ no replies have until their connection is cut, and gRPC lets go of the replies.
 
 
 def keep_one_heap() -> None:
-    """Has all threads that have not allocated yet use one heap, which keeps freed memory; on glibc only.
+    """Makes all threads that have not allocated yet use one heap, which keeps freed memory; on glibc only.
 
     What an environment variable sets is left as the operator has decided.
     """

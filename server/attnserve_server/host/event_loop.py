@@ -67,7 +67,7 @@ class EventLoop(uvloop.Loop):
         self._closed_after = busy
 
     def add_reader(self, fd: int | HasFileno, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
-        """Has a callback called when there is something to read. If it is a socket, that is gRPC's: see above."""
+        """Calls a callback when there is something to read. If `fd` is a socket, it is gRPC's: see above."""
         if isinstance(fd, socket.socket):
             super().add_reader(fd, _Events(fd).call, callback, *args)
         else:

@@ -14,7 +14,7 @@ _STANDARD_ERROR: Final = 2
 
 
 def occupy_closed() -> None:
-    """Has those of the process's standard streams that are closed lead nowhere. Otherwise sockets would get their
+    """Makes those of the process's standard streams that are closed lead nowhere. Otherwise sockets would get their
     numbers: what a library writes to standard error would go to a caller, and libuv, which would have to close such a
     socket in the end, would abort the process.
     """
@@ -24,7 +24,7 @@ def occupy_closed() -> None:
 
 
 def give_up(error: OSError) -> str:
-    """Has everything else that is printed go nowhere: otherwise Python would fail as it ends. Returns what to tell
+    """Makes everything else that is printed go nowhere: otherwise Python would fail as it ends. Returns what to tell
     people.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)

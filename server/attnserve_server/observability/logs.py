@@ -62,8 +62,8 @@ def left_out() -> int:
 
 
 def take_over() -> None:
-    """Has all that Python itself would write to standard error logged: warnings, and exceptions that nobody catches, in
-    the main thread, in others, and where none can be raised.
+    """Logs all that Python itself would write to standard error: warnings, and exceptions that nobody catches, in the
+    main thread, in others, and where none can be raised.
     """
     warnings.showwarning = _warned
     sys.excepthook = _uncaught

@@ -244,7 +244,7 @@ class Metrics:
         self._cancelled[reason]()
 
     def watch(self, *collectors: Collector) -> None:
-        """Has what collectors of `scraped` read exported. What there is about callers has methods of its own."""
+        """Exports what these collectors of `scraped` read. What there is about callers has methods of its own."""
         for collector in collectors:
             self.registry.register(collector)
 
@@ -253,7 +253,8 @@ class Metrics:
         self._callers.in_flight_bytes = in_flight_bytes
 
     def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
-        """Has everything about caches read from their store when it is scraped: appends and forks cost nothing more.
+        """Exports all that there is about caches. It is read from their store when it is scraped, so that appends and
+        forks cost nothing more.
 
         Caches whose lease has ended by then, by the clock of the leases, are evicted first.
         """

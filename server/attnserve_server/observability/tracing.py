@@ -215,7 +215,7 @@ class Tracing:
         span.end(max(start, _nanoseconds(end, offset)))
 
     def exemplify(self, context: SpanContext, operation: Operation, seconds: float, phases: Phases | None) -> None:
-        """Has the metrics refer to the span of a request that took so long."""
+        """Makes the metrics refer to the span of a request that took so long."""
         labels = {
             "trace_id": self._api.format_trace_id(context.trace_id),
             "span_id": self._api.format_span_id(context.span_id),

@@ -171,8 +171,8 @@ class Work(Protocol):
         """Computes a batch of requests of this one's group. No result depends on the others."""
 
     def launch_batch(self, device: Device, batch: Sequence[Self]) -> Finish | None:
-        """Has a device that launches (`Device.launch_bytes`) compute such a batch, without waiting for it; None if that
-        cannot be done without waiting. If it fails, or `Finish` does, the batch can still be computed by `run_batch`.
+        """Launches such a batch on a device that launches (`Device.launch_bytes`), without waiting for it; None if that
+        cannot be done without waiting. If this fails, or `Finish` does, `run_batch` can still compute the batch.
         """
         return None
 

@@ -102,7 +102,7 @@ class UnreadReplies:
             self._unused_memory.let_go()
 
     def watched(self, operation: str, handle: Handle) -> Handle:
-        """What answers a unary RPC, so changed that its reply is among those looked at."""
+        """What answers a unary RPC as `handle` does, with its reply looked after while it is being sent."""
 
         async def watched(messages: object, context: aio.ServicerContext[bytes, bytes]) -> bytes:
             reply = await handle(messages, context)
