@@ -102,8 +102,8 @@ int64_t attnserve_multi_head_avx512(const struct multi_head *layer, struct piece
 int64_t attnserve_multi_head_avx2(const struct multi_head *layer, struct piece *pieces, int64_t count,
                                   struct team *team, int64_t helpers);
 
-/* A norm of rows [rows, width], computed in float32: x / sqrt(mean(x^2) + epsilon) * weight + bias (RMSNorm), or the same
-   of x - mean(x) (LayerNorm). */
+/* A norm of rows [rows, width], computed in float32: x / sqrt(mean(x^2) + epsilon) * weight + bias (RMSNorm), or the
+   same of x - mean(x) (LayerNorm). */
 enum norm_kind { NO_NORM = 0, RMS_NORM = 1, LAYER_NORM = 2 };
 struct norm {
     const float *weight, *bias; /* [width], or NULL */
@@ -121,15 +121,16 @@ struct turning {
 enum activation { RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3 };
 
 /* What a stack of blocks computes from one attention to the next: the first one's output, its residual connection, the
-   feed-forward part, and the second one's queries, keys and values. A part with its residual connection is
-   x + part(norm(x)), or norm(x + part(x)). Rows and weights have one dtype; each step computes in float32 and rounds its
+   feed-forward part, and the second one's queries, keys and values. With its residual connection, a part is either x +
+   part(norm(x)) or norm(x + part(x)). Rows and weights have one dtype; each step computes in float32 and rounds its
    results to that. */
 struct passage {
     int64_t dtype, width;       /* of rows, a multiple of 16 */
     struct product output;      /* of all heads side by side; weight NULL: these are the part's result themselves */
     struct norm behind_attention, before_forward;
     struct product up, down;    /* weight NULL: there is no feed-forward part */
-    int64_t gated, activation;  /* down(activation(up)); gated: the activation of the first half of up, times the rest */
+    int64_t gated, activation;  /* down(activation(up)); gated: the activation of the first half of up, times the
+                                   rest */
     struct norm behind_forward, before_next;
     struct product next;        /* weight NULL: the stack ends here, after before_next */
     struct turning query, key;  /* within what `next` gives */
@@ -138,7 +139,8 @@ struct passage {
 /* Rows on their way: all of them end to end, at any address. */
 struct passed {
     const void *rows;           /* [rows, width] */
-    const void *attended;       /* [rows, inputs of output, or width]; or NULL: the stack begins here, with before_next */
+    const void *attended;       /* [rows, inputs of output, or width]; or NULL: the stack begins here, with
+                                   before_next */
     const float *rotations;     /* [rows, width of turning]: cosines, then sines; or NULL */
     void *behind;               /* output, if there is `attended`: the rows behind the last part [rows, width] */
     void *next;                 /* output: [rows, outputs of next]; without that, what before_next gives [rows, width],

@@ -101,7 +101,8 @@ static void step_all(const struct unit *unit, step step, int64_t width, struct t
     share(unit->passed.count * width < ALONE_ELEMENTS ? NULL : team, helpers, step_rows, &between);
 }
 
-/* The product of the first elements of all rows of a unit, which are `across` wide. Returns 0 if there was no memory. */
+/* The product of the first elements of all rows of a unit, which are `across` wide. Returns 0 if there was no
+   memory. */
 static int multiply_part(const struct unit *unit, const struct product *product, const void *from, int64_t across,
                          void *to, struct team *team, int64_t helpers) {
     int64_t bytes = bytes_of(unit->passage->dtype);
