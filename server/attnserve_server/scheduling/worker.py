@@ -3,8 +3,8 @@
 In: batches, as many at a time as the device takes (`Device.depth`): while one computes, the next is staged. Out: the
 outcomes of their entries, on the event loop. A small batch is computed on the loop itself, because handing it to a
 thread costs more than computing it. A larger one is computed in a thread, while the loop receives and decodes what
-comes next. A batch that a device computes by itself, in few operations, is launched on the loop, and a thread only
-waits for it: two threads that launch would wait for each other at each operation.
+comes next. If the device computes by itself, a batch of few operations is launched on the loop, and a thread only waits
+for it: two threads that launch would wait for each other at each operation.
 """
 
 from __future__ import annotations
