@@ -119,8 +119,7 @@ def _run_on_tensors(pool: PagePool, device: Device, batch: Sequence[CachedReques
 def _launch_on_tensors(
     pool: PagePool, device: Device, batch: Sequence[CachedRequest], groups: Sequence[AlikeRequests], staged: float
 ) -> Finish:
-    """As `_run_on_tensors`, but only launches the requests in groups, each group together. All others are waited for.
-    """
+    """As `_run_on_tensors`, but only launches the requests in groups, each group together. Others are waited for."""
     begin, scattering = perf_counter(), device.scattering
     for group in groups:
         group.stage(device)

@@ -263,8 +263,7 @@ _remembered = lru_cache(maxsize=32)(_plan)
 
 
 def _divided(bounds: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Divides adjacent ranges that are longer than `most`. In and out: where each begins, and where the last one ends.
-    """
+    """Divides adjacent ranges that are longer than `most`. In and out: where each begins, and the last one ends."""
     parts = -(-np.diff(bounds) // most)
     begin, first = np.repeat(bounds[:-1], parts), np.repeat(parts.cumsum() - parts, parts)
     return np.append(begin + (np.arange(len(begin)) - first) * most, bounds[-1])

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         return self.sequences * self.kv_length
 
     def divided(self, most: int) -> Iterator[Piece]:
-        """This piece as pieces of at most so many sequences."""
+        """The piece, divided into pieces of at most so many sequences."""
         for begin in range(0, self.sequences, most):
             yield self._replace(first=self.first + begin, sequences=min(most, self.sequences - begin))
 

@@ -212,8 +212,7 @@ class Messages:
         return self._asked[_COMPUTE]
 
     def write(self) -> bytes:
-        """The answer to that message, once it has been computed: the replies of a stream, or the reply to a unary call.
-        """
+        """The answer to that message, once it is computed: the replies of a stream, or the reply to a unary call."""
         answer: bytes = _new_bytes(None, self._asked[_ANSWER_BYTES])  # writable, as nobody else has it yet
         self._write(self._known_at, self._asked_at, address_of_bytes(answer))
         return answer

@@ -108,8 +108,7 @@ class BatchQueue(Generic[E]):
         max_batch_bytes: int | None,
         layer_discount: int,
     ) -> None:
-        """No batch exceeds these bounds unless it is of one entry. `layer_discount` operations of a layer count as one.
-        """
+        """No batch exceeds these bounds, unless it has one entry. `layer_discount` FLOPs of a layer count as one."""
         self._max_cost = max_cost
         self._max_requests = max_requests
         self._aging = aging

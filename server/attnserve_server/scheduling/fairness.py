@@ -108,8 +108,7 @@ class FairClock:
         self._correct(caller, priority, -seconds)
 
     def begin_run(self) -> None:
-        """Takes note that a batch begins to run, whose entries leave. The clock does not start afresh before `end_run`.
-        """
+        """A batch begins to run, whose entries leave. The clock does not start afresh before `end_run`."""
         self._running += 1
 
     def served(self, seconds: float, callers: int) -> None:
