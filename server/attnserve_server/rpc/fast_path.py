@@ -159,16 +159,15 @@ class FastPath:
         key = self._key_of(request)
         if self._messages.knows(key):
             return
-        suits = self._candidates.pop(key, None)
-        if suits:
-            suits = self._learn(key, request, message, begin)
-            if suits:
+        comes_again = key in self._candidates
+        may_suit = self._candidates.pop(key, True)
+        if comes_again and may_suit:
+            if self._learn(key, request, message, begin):
                 return
-        elif suits is None:
-            suits = True  # as far as is known
+            may_suit = False
         if len(self._candidates) >= MOST_CANDIDATES:
             del self._candidates[next(iter(self._candidates))]
-        self._candidates[key] = suits
+        self._candidates[key] = may_suit
 
     def _key_of(self, request: Request | CachedRequest) -> Hashable:
         """What requests of the same layout have in common."""
