@@ -64,8 +64,8 @@ class Engine:
         self._drop_due: asyncio.Handle | None = None
         self._next_step: asyncio.Handle | None = None
         """The scheduled call of `_step`, if there is one."""
-        self._waits = False
-        """Whether that call is a timer, so that a batch may fill until then (`max_wait`)."""
+        self._next_step_is_timer = False
+        """Whether that call is a timer, until which a batch may fill (`max_wait`)."""
         self._closed: type[Starting | Draining | DeviceFailed] | None = Starting
         self._idle = asyncio.Event()
         self._idle.set()
@@ -239,7 +239,7 @@ class Engine:
         if (
             not self._queue.requests
             or (self.worker.runs and not self._has_room())
-            or (self._next_step is not None and not self._waits)
+            or (self._next_step is not None and not self._next_step_is_timer)
         ):
             return
         wait = self._remaining_wait() if self._max_wait > 0 else 0.0
@@ -247,7 +247,7 @@ class Engine:
             if wait > 0:
                 return
             self._next_step.cancel()
-        self._waits = wait > 0
+        self._next_step_is_timer = wait > 0
         # Not at once: first the loop hands over what it has already received, so that all of that makes a batch.
         if wait > 0:  # rounded up: the loop rounds to whole milliseconds, and 0 would not wait
             self._next_step = self._loop.call_later(ceil(wait * 1e3) * 1e-3, self._step)
