@@ -145,6 +145,7 @@ def _spans(
     kv_lengths: tuple[int, ...] | None,
     offsets: tuple[int, ...] | None,
 ) -> tuple[Span, ...]:
+    """The sequences of a request: neighbours of equal lengths and offsets are one span, unless they are packed."""
     if kv_lengths is None and (offsets is None or len(offsets) == 1):
         offset = _offset(problem, offsets, 0, problem.query_length, problem.kv_length)
         return (Span(0, problem.batch, 0, problem.query_length, 0, problem.kv_length, offset),)

@@ -35,6 +35,7 @@ class EagerCoroutine:
             self._waits_for.cancel()  # else asyncio would report its error as never retrieved
 
     def _go_on(self, _: asyncio.Future[Any] | None = None) -> None:
+        """Runs the coroutine up to its next wait, after which this is called again."""
         if self._closed:
             return
         self._waits_for = None

@@ -95,6 +95,7 @@ class Rpcs:
         """
 
         async def attempt(context: Context) -> bytes | _Refused:
+            """The reply, or what the call ends with instead."""
             arrival = perf_counter()
             trace = None
             if self._tracing is not None:

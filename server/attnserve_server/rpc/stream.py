@@ -183,6 +183,7 @@ class CallStream:
             await self._progress()
 
     async def _read(self) -> None:
+        """Reads messages, one after the other, until there are no more or `end` is called."""
         while True:
             message = await self._context.read()
             if not isinstance(message, bytes):  # EOF

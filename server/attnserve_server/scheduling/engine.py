@@ -278,6 +278,7 @@ class Engine:
         self.fail("the engine failed")
 
     def _run_next(self) -> None:
+        """Gives the worker the next batch, and replies to what cannot run."""
         if self.failure is not None:
             return
         begin = perf_counter()
@@ -328,6 +329,9 @@ class Engine:
             self._fail_by(bug)
 
     def _hand_over(self, run: Run, parts: list[Part]) -> None:
+        """Counts out what has been computed, ends the turns of its requests, schedules the next batch and delivers the
+        outcomes.
+        """
         if isinstance(parts[0].outcome, DeviceFailed):
             self.fail("the device is lost")
             return
