@@ -146,8 +146,7 @@ class Truncate(_Operation):
 @dataclass(slots=True, eq=False)
 class Look(_Operation):
     """Describes a cache once all that came before has been done or given up: the description is final. It answers Get.
-    It also answers a Fork that is resent when the forked cache is gone: by describing the cache that the Fork made
-    before.
+    It also answers a Fork that is resent when the cache it forks is gone: with the cache that it made the first time.
 
     It neither holds the cache nor renews its lease: looking keeps nothing alive.
     """
