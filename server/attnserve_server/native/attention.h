@@ -46,9 +46,9 @@ int64_t attnserve_attend_avx2(struct call *calls, int64_t count, struct team *te
 
 /* y = x W^T + b, in float32, rounded at the end to the dtype that x, W and y have. */
 struct product {
-    const void *weight;     /* [outputs / 16, inputs, 16]: the weights of 16 outputs for one input are adjacent; or, if
-                               for AMX, [outputs / 16, inputs / 2, 16, 2]: for two inputs, which are padded with zeros to a
-                               multiple of 32 */
+    const void *weight;     /* [outputs / 16, inputs, 16]: the weights of 16 outputs for one input are adjacent. For
+                               AMX, it is [outputs / 16, inputs / 2, 16, 2]: those for two inputs are; inputs are padded
+                               with zeros to a multiple of 32 */
     const float *bias;      /* [outputs], or NULL */
     int64_t inputs, outputs; /* inputs: 1 or more; outputs: a multiple of 16 */
     int64_t dtype;
@@ -66,16 +66,17 @@ int64_t attnserve_multiply_avx2(const struct product *product, const void *from,
 /* Tiles are the registers of AMX, of 16 rows, with 32 elements of bfloat16 or 16 floats each. */
 enum { AMX_SIDE = 16, AMX_ELEMENTS = 512, AMX_DOWN = 2, AMX_ACROSS = 2 };
 
-/* Whether this processor has AMX for bfloat16, and the system lets this process use it, for which this asks it. */
+/* Whether this processor has AMX for bfloat16, and the system lets this process use it. This asks the system to let
+   it. */
 int64_t attnserve_amx_permitted(void);
 
 /* Before and after a thread multiplies tiles. Between the two it must not call what may use them, too. */
 void attnserve_amx_begin(void);
 void attnserve_amx_end(void);
 
-/* The sums of the products of 16 rows, or twice 16, with one panel of a weight that is packed for AMX, or two. Rows are
-   [down, steps, 16, 32], the weight [across, steps, 16, 16, 2]. Of sums [AMX_DOWN * 16, AMX_ACROSS * 16], those that are
-   asked for are written. */
+/* The sums of the products of `down` times 16 rows, 1 or 2, with `across` panels, 1 or 2, of a weight that is packed
+   for AMX. Rows are [down, steps, 16, 32], the weight [across, steps, 16, 16, 2]. Of sums [AMX_DOWN * 16, AMX_ACROSS *
+   16], those that are asked for are written. */
 void attnserve_amx_multiply(int64_t down, int64_t across, const uint16_t *rows, const uint16_t *weight, int64_t steps,
                             float *sums);
 

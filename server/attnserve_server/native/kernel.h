@@ -1,8 +1,8 @@
 /* Exact attention with the vectors of one instruction set, which the including file has defined.
 
    Rows that read the same key head process a block of keys together. A unit of work is some rows of one key head of a
-   call, or all of those of a group of calls that share pages. Few rows over many keys are divided into units by ranges
-   of keys, whose partial results are merged in the order of the keys. */
+   call; or, of a group of calls that share pages, all rows of one key head. If these are few rows over many keys, each
+   range of keys is a unit instead, and the partial results are merged in the order of the keys. */
 
 #include "unit.h"
 

@@ -24,7 +24,7 @@ AMX_INPUTS: Final = 32
 """Inputs are padded to multiples of this many where AMX multiplies."""
 
 AMX_SPEED: Final = 6
-"""How many times as fast as by vectors AMX multiplies, about: so much more work is left to one thread."""
+"""About how many times as fast as vectors AMX is. One thread alone is given so much more work before others help."""
 
 _PRODUCT: Final = struct.Struct("=2Q4q")
 PRODUCT_BYTES: Final = _PRODUCT.size
@@ -86,7 +86,7 @@ class Products:
         self._threads_for = threads_for
 
     def packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-        """A copy of a weight [outputs, inputs], as it is multiplied soonest."""
+        """A copy of a weight [outputs, inputs], packed for what multiplies it fastest."""
         return PackedWeight.of(weight, bias, amx=self.amx and weight.dtype == torch.bfloat16)
 
     def multiply(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
