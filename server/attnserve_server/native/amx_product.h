@@ -1,13 +1,15 @@
-/* Products with weights that are packed for AMX, in tiles. The sum of an output begins with 0 and takes its inputs two by
-   two, in their order; the bias is added in the end. That too is the same whichever rows are computed together. */
+/* Products with weights that are packed for AMX, in tiles.
+
+   The sum of an output begins with 0. It takes the inputs two by two, in their order; the bias is added in the end. As
+   for the other products, that order is the same whichever rows are computed together. */
 
 enum {
-    AMX_ROWS = 256,           /* of a unit of work, at most: they share each read of the weight */
-    AMX_INPUTS = 1 << 19,   /* of a unit's inputs, unless 16 rows have more: they stay in a core's cache */
-    STEP_INPUTS = 32            /* of each row in a tile */
+    AMX_ROWS = 256,         /* the most rows of a unit of work: they share each read of the weight */
+    AMX_INPUTS = 1 << 19,   /* the most inputs of a unit, which stay in a core's cache; 16 rows may have more */
+    STEP_INPUTS = 32        /* the inputs of a row in a tile */
 };
 
-/* The inputs of a row in tiles: more of them, if the rest is zeros. */
+/* The number of tiles that hold a row's inputs; the rest of the last one is zeros. */
 INLINE int64_t steps_of(int64_t inputs) { return (inputs + STEP_INPUTS - 1) / STEP_INPUTS; }
 
 /* The maximum number of rows in a unit. */
@@ -15,8 +17,8 @@ static int64_t rows_of_amx_unit(int64_t inputs) {
     return most(least(AMX_ROWS, AMX_INPUTS / inputs / AMX_SIDE * AMX_SIDE), AMX_SIDE);
 }
 
-/* The inputs of rows tile by tile, [rows / 16, steps, 16, STEP_INPUTS], padded with zeros. Rows that lay as far apart as
-   they are wide would often compete for the same places of the nearest cache. */
+/* Copies the inputs of rows tile by tile, to [rows / 16, steps, 16, STEP_INPUTS], padded with zeros. Tiles can
+   be loaded from rows end to end, too, but these would often compete for the same places of the nearest cache. */
 static void arrange_for_amx(char *const *rows, int64_t count, int64_t inputs, uint16_t *to) {
     int64_t steps = steps_of(inputs);
     for (int64_t r = 0; r < (count + AMX_SIDE - 1) / AMX_SIDE * AMX_SIDE; r++) {
