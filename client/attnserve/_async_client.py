@@ -152,7 +152,7 @@ class AsyncClient:
 
     @property
     def layers(self) -> AsyncLayers:
-        """The layers on the server: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
+        """The layers on the servers: ``list``, ``get``, ``load`` and ``unload``, to be awaited."""
         return AsyncLayers(self._calls)
 
     @pending

@@ -271,7 +271,7 @@ class Client:
 
     @property
     def layers(self) -> Layers:
-        """The layers on the server: ``list``, ``get``, ``load`` and ``unload``."""
+        """The layers on the servers: ``list``, ``get``, ``load`` and ``unload``."""
         return Layers(self._calls)
 
     def create_cache(

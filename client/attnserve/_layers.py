@@ -6,11 +6,14 @@ In: names, and definition files on the server. Out: `Layer`, plain frozen values
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from attnserve import _dtypes
-from attnserve._errors import InvalidRequestError, ProtocolError
+from attnserve._errors import AttnServeError, InvalidRequestError, NotFoundError, ProtocolError
 from attnserve._requests import arguments
 from attnserve._requests.arguments import Names
 from attnserve._rpc import Rpc
@@ -20,6 +23,8 @@ from attnserve.v1 import layers_pb2 as pb
 if TYPE_CHECKING:
     from attnserve import _task_calls as task_calls
     from attnserve import _thread_calls as thread_calls
+
+T = TypeVar("T")
 
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
@@ -74,27 +79,34 @@ class Layer:
 class Layers:
     """The layers of a server: `Client.layers`.
 
-    `timeout` is in seconds, None for no limit; by default it is the client's, but 600 s for `load`. Each method raises
-    an `AttnServeError`. Loading and unloading are not retried: after an `UnavailableError`, `list` shows the outcome.
+    A client that knows several servers loads and unloads on each of them, one after the other, whatever they answer. If
+    any fails, the error that is raised at the end says which ones, and why. It is safe to load again. `list` and `get`
+    ask any one server. Behind a load balancer, each method reaches one server, of the balancer's choice: to load
+    everywhere, use a client that knows all addresses.
+
+    `timeout` is in seconds for each server, None for no limit; by default it is the client's, but 600 s for `load`.
+    Each method raises an `AttnServeError`. Loading and unloading are not retried: after an `UnavailableError`, `list`
+    of a client of that server alone shows the outcome.
     """
 
     def __init__(self, calls: thread_calls.Calls) -> None:
-        self._ask = calls.ask
+        self._calls = calls
 
     def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""
-        return self._ask(_listing(), timeout)
+        return self._calls.ask(_listing(), timeout)
 
     def get(self, name: str, *, timeout: Timeout = ...) -> Layer:
         """One layer. `NotFoundError` if none has that name."""
-        return self._ask(_getting(name), timeout)
+        return self._calls.ask(_getting(name), timeout)
 
     def load(
         self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
     ) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name. If a name is taken, the new layer replaces the old one
         at once. Caches that the old one has appended to stay as they are; callers notice by
-        `LayerResult.layer_version`.
+        `LayerResult.layer_version`. Of several servers, the first describes the layers; each counts versions of its
+        own.
 
         `definitions` is a file below the server's model directory, such as ``layers.toml``; `names` says which of its
         layers to load, one or several; None, the default, stands for all. `InvalidRequestError` says what is wrong with
@@ -102,36 +114,91 @@ class Layers:
         memory for it, `FailedPreconditionError` that the server has no model directory, or would have too many layers,
         and `PermissionDeniedError` that callers may not load layers.
         """
-        return self._ask(_loading(definitions, names), timeout)
+        return self._everywhere(_loading(definitions, names), timeout)
 
     def unload(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
-        self._ask(_unloading(names), timeout)
+        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown. With
+        several servers, that error means that nothing else failed: if it was one name, no server has it any more.
+        """
+        self._everywhere(_unloading(names), timeout)
+
+    def _everywhere(self, rpc: Rpc[Any, T], timeout: Timeout) -> T:
+        answers: _Answers[T] = _Answers()
+        for home in self._calls.servers.homes(self._calls.seconds(timeout)):
+            with answers.of(home):
+                answers.add(self._calls.ask(rpc, timeout, home))
+        return answers.first()
 
 
 class AsyncLayers:
     """The layers of a server: `AsyncClient.layers`. Everything is as with `Layers`, awaited."""
 
     def __init__(self, calls: task_calls.Calls) -> None:
-        self._ask = calls.ask
+        self._calls = calls
 
     async def list(self, *, timeout: Timeout = ...) -> tuple[Layer, ...]:
         """All loaded layers, by name."""
-        return await self._ask(_listing(), timeout)
+        return await self._calls.ask(_listing(), timeout)
 
     async def get(self, name: str, *, timeout: Timeout = ...) -> Layer:
         """One layer. `NotFoundError` if none has that name."""
-        return await self._ask(_getting(name), timeout)
+        return await self._calls.ask(_getting(name), timeout)
 
     async def load(
         self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
     ) -> tuple[Layer, ...]:
-        """Loads layers, all or none, and returns them by name, as `Layers.load` does."""
-        return await self._ask(_loading(definitions, names), timeout)
+        """Loads layers on all servers, on each all or none, and returns them by name, as `Layers.load` does."""
+        return await self._everywhere(_loading(definitions, names), timeout)
 
     async def unload(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Unloads layers, all or none. Calls in flight are still answered. `NotFoundError` if a name is unknown."""
-        await self._ask(_unloading(names), timeout)
+        """Unloads layers on all servers, on each all or none, as `Layers.unload` does."""
+        await self._everywhere(_unloading(names), timeout)
+
+    async def _everywhere(self, rpc: Rpc[Any, T], timeout: Timeout) -> T:
+        answers: _Answers[T] = _Answers()
+        for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
+            with answers.of(home):
+                answers.add(await self._calls.ask(rpc, timeout, home))
+        return answers.first()
+
+
+class _Answers(Generic[T]):
+    """What each of a client's servers answers to the same question: no I/O."""
+
+    def __init__(self) -> None:
+        self._answers: list[T] = []
+        self._failures: list[tuple[str, AttnServeError]] = []
+
+    def add(self, answer: T) -> None:
+        """Notes what a server has answered."""
+        self._answers.append(answer)
+
+    @contextmanager
+    def of(self, home: str | None) -> Iterator[None]:
+        """A context in which the server at an address is asked. Its error is left for `first` to raise, unless there is
+        one address only.
+        """
+        try:
+            yield
+        except AttnServeError as error:
+            if home is None:
+                raise
+            self._failures.append((home, error))
+
+    def first(self) -> T:
+        """The first answer. If there are errors, it raises one whose message has them all: the first other than
+        `NotFoundError`, which may only mean that a server has already done what it is asked for again.
+        """
+        if not self._failures:
+            return self._answers[0]
+        homes: dict[str, list[str]] = {}
+        for home, error in self._failures:
+            homes.setdefault(str(error), []).append(home)
+        errors = [error for _, error in self._failures]
+        worst = next((error for error in errors if not isinstance(error, NotFoundError)), errors[0])
+        raised = copy(worst)
+        raised.args = ("; ".join(f"{', '.join(those)}: {message}" for message, those in homes.items()),)
+        raise raised from worst
 
 
 def _listing() -> Rpc[pb.LayerServiceListResponse, tuple[Layer, ...]]:
