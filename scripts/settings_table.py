@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from attnserve_server.settings.command_line import flag, variable
-from attnserve_server.settings.config import kind_of, settings
+from attnserve_server.settings.config import kind_of, settings, shown_default
 from benchmarks.document import with_text
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ def markdown(*, full: bool = True) -> str:
     for item in settings():
         kind = kind_of(item)
         names = [flag(item.name), *[variable(item.name)] * full]
-        cells = [f"`{each}`" for each in (*names, kind.show(item.default))]
+        cells = [f"`{each}`" for each in (*names, shown_default(item))]
         help_text = item.metadata["help"]
         rows.append([*cells, *[kind.expected] * full, help_text if full else _brief(help_text)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

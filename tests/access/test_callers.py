@@ -385,6 +385,7 @@ def test_layers_can_be_left_to_the_server_alone(start_server: Callable[..., Serv
             with pytest.raises(PermissionDeniedError) as caught:
                 attempt()
             assert caught.value.reason == "NO_ADMINISTRATION"
+            assert "layer_administration" in str(caught.value)
     with grpc.insecure_channel(server.address) as channel:
         for version in ("v1", "v1alpha"):
             call: Any = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")

@@ -24,6 +24,7 @@ from manifests import (
     combine,
     load,
     needs_kubectl,
+    render,
 )
 
 from attnserve_server.settings.config import Config
@@ -106,6 +107,17 @@ def test_the_server_understands_its_settings(rendered: Rendered) -> None:
     assert not rendered.container.keys() & {"command", "args"}  # settings have a single place
     # A Service named attnserve would otherwise set variables like ATTNSERVE_PORT.
     assert rendered.pod["enableServiceLinks"] is False
+
+
+def test_only_callers_who_are_known_may_load_layers(rendered: Rendered) -> None:
+    assert rendered.config.layer_administration is bool(rendered.config.tls_client_ca)
+
+
+@pytest.mark.parametrize(("overlay", "may"), [("layers", False), ("tokens", True)])
+def test_who_may_load_layers_is_as_overlays_say(overlay: str, may: bool) -> None:
+    environment = render(DEPLOY / "overlays" / overlay).environment
+    assert load(environment).layer_administration is may
+    assert load(environment | {"ATTNSERVE_LAYER_ADMINISTRATION": "true"}).layer_administration
 
 
 def test_a_setting_that_the_server_does_not_have_is_found() -> None:

@@ -99,10 +99,12 @@ def test_clients_that_do_not_get_through(start_server: Callable[..., Server], tm
 
 
 def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    somebody = f'[[tokens]]\nname = "somebody"\nroles = ["use"]\nhash = "{format_hash(digest(new_token()))}"\n'
+    token = new_token()
+    somebody = f'[[tokens]]\nname = "somebody"\nroles = ["layers"]\nhash = "{format_hash(digest(token))}"\n'
     (tmp_path / "callers.toml").write_text(somebody)
     server = start_server("--device", "cpu", "--max-message-bytes", "16MiB", "--max-request-flops", "1000000")
-    closed = start_server("--device", "cpu", "--callers", str(tmp_path / "callers.toml"))
+    callers = ("--callers", str(tmp_path / "callers.toml"))
+    closed = start_server("--device", "cpu", *callers, "--layer-administration=false")
 
     def stock() -> None:
         def tensor(length: int) -> tensor_pb2.Tensor:
@@ -113,7 +115,7 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
         with grpc.insecure_channel(server.address) as channel:
             attention_pb2_grpc.AttentionServiceStub(channel).Attend(request)
 
-    with Client(server.address, retries=0) as client:
+    with Client(server.address, retries=0) as client, Client(closed.address, token=token) as known:
         long, costly = np.zeros((1, 100_000, 64), np.float32), np.zeros((1, 256, 64), np.float32)
         wide = np.zeros((1, 0, 5_000_000), np.float32)  # values, of which an output would have the width
         messages = said(
@@ -126,6 +128,7 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
                 attend(closed.address),
                 lambda: Client("192.0.2.1:8001", token="secret"),
                 lambda: client.layers.load("layers.toml"),
+                lambda: known.layers.load("layers.toml"),
             ]
         )
     # A fork of this very process would have all servers and fixtures of the tests.

@@ -21,9 +21,9 @@ from loopback import loopback
 from attnserve import Client
 from attnserve._commands import connection_flags
 from attnserve_server import __version__
-from attnserve_server.settings import command_line
+from attnserve_server.settings import command_line, kinds
 from attnserve_server.settings.command_line import misspelled, misspelled_flags
-from attnserve_server.settings.config import settings
+from attnserve_server.settings.config import kind_of, settings
 
 if TYPE_CHECKING:
     from tests.conftest import Models, Server
@@ -47,7 +47,7 @@ def test_help_names_every_setting() -> None:
     done = run("--help")
     assert done.returncode == 0
     for item in settings():
-        value = "[VALUE]" if isinstance(item.default, bool) else "VALUE"
+        value = "[VALUE]" if kind_of(item) is kinds.TRUTH else "VALUE"
         assert f"--{item.name.replace('_', '-')} {value}" in done.stdout
     assert not re.search(r"Default:\s*(\n  --|\n\n)", done.stdout)
     assert "token" in done.stdout

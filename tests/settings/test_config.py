@@ -17,7 +17,6 @@ from attnserve_server.host import control_groups, cpus
 from attnserve_server.host.cpus import CACHE_LINE
 from attnserve_server.settings import command_line, units
 from attnserve_server.settings.config import Config, kind_of, settings
-from attnserve_server.settings.openness import openness
 from attnserve_server.start_errors import ConfigError, UsageError
 from scripts import settings_table
 
@@ -203,35 +202,6 @@ def test_a_pool_has_a_page() -> None:
         Config(cache_bytes=2**20, cache_page_bytes=2**21)
     assert Config(cache_bytes=4096, cache_page_bytes=4096).cache_bytes == 4096
     assert Config(cache_bytes=0, cache_page_bytes=2**21).cache_bytes == 0
-
-
-EVERYBODY = "anybody who can reach example:8001 may use the server: callers are not identified"
-CLEAR = "traffic on example:8001 is not encrypted"
-METRICS = "traffic on example:8002 is not encrypted, tokens that may read the metrics included"
-READERS = "anybody who can reach example:8002 may read the metrics: callers are not identified"
-TLS_FILES = {"tls_certificate": "a.pem", "tls_key": "a.key"}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"insecure": True}, [EVERYBODY, CLEAR, READERS]),
-        ({"insecure": True, "http_listen": "127.0.0.1:8002"}, [EVERYBODY, CLEAR]),
-        ({"callers": "c.toml"}, [CLEAR + ", tokens included", METRICS]),
-        ({"callers": "c.toml", "http_listen": "127.0.0.1:8002"}, [CLEAR + ", tokens included"]),
-        (TLS_FILES | {"http_tls": True}, [EVERYBODY, READERS]),
-        (TLS_FILES | {"insecure": True}, [EVERYBODY, READERS]),
-        (TLS_FILES | {"tls_client_ca": "ca.pem", "http_tls": True}, [READERS]),
-        (TLS_FILES | {"tls_client_ca": "ca.pem", "http_listen": "[::1]:8002"}, []),
-        (TLS_FILES | {"callers": "c.toml"}, [METRICS]),
-        (TLS_FILES | {"callers": "c.toml", "http_tls": True}, []),
-        ({"listen": "127.0.0.1:8001", "callers": "c.toml"}, [METRICS]),
-        ({"listen": "unix:/run/a.sock", "insecure": True}, [READERS]),
-    ],
-)
-def test_what_is_said_to_be_open_is(given: dict[str, Any], said: list[str]) -> None:
-    addresses = {"listen": "example:8001", "http_listen": "example:8002"}
-    assert list(openness(Config(**(addresses | given)))) == said
 
 
 def test_pages_are_aligned() -> None:

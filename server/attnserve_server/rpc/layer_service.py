@@ -97,7 +97,8 @@ class LayerService:
 
     def _check_administration(self) -> None:
         if not self._administration:
-            raise PermissionDenied("layers are not loaded and unloaded by callers here", "NO_ADMINISTRATION")
+            reason = "the server's setting layer_administration is false"
+            raise PermissionDenied(f"no caller may load and unload layers here: {reason}", "NO_ADMINISTRATION")
 
     def _check_names(self, names: Sequence[str]) -> None:
         if len(names) > self._registry.max_layers:

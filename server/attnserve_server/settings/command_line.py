@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from attnserve_server import __version__
 from attnserve_server.exit_statuses import CANNOT_START, CUT_OFF, DEVICE_FAILED, WRONG_SETTING
 from attnserve_server.settings import kinds
-from attnserve_server.settings.config import Config, Source, kind_of, settings
+from attnserve_server.settings.config import Config, Source, kind_of, settings, shown_default
 from attnserve_server.start_errors import ConfigError, UsageError
 
 ENVIRONMENT_PREFIX: Final = "ATTNSERVE_"
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     for item in settings():
-        default = kind_of(item).show(item.default)
+        default = shown_default(item)
         text = f"{item.metadata['help']} Default: {default}" if default else item.metadata["help"]
         alone: dict[str, Any] = {"nargs": "?", "const": "true"} if kind_of(item) is kinds.TRUTH else {}
         parser.add_argument(flag(item.name), dest=item.name, metavar="VALUE", help=text.replace("%", "%%"), **alone)

@@ -260,7 +260,10 @@ class Config:
         "Default: that file's; without either, no layers can be loaded.",
     )
     layer_administration: bool = _setting(
-        kinds.TRUTH, True, "Whether callers can load and unload layers while the server runs."
+        kinds.TRUTH,
+        None,
+        "Whether callers can load and unload layers while the server runs. Default: true if callers are identified "
+        "(by `callers` or `tls_client_ca`) or all are on this machine (by `listen`), else false.",
     )
     reflection: bool = _setting(kinds.TRUTH, True, "Whether gRPC reflection describes the service to tools.")
     tracing_endpoint: str = _setting(
@@ -290,7 +293,9 @@ class Config:
     def __post_init__(self) -> None:
         for item in settings():
             kind, value = kind_of(item), getattr(self, item.name)
-            if not kind.valid(value):
+            if value is None and item.default is None:  # what it depends on comes before it, and is valid
+                object.__setattr__(self, item.name, self._default(item))
+            elif not kind.valid(value):
                 raise ConfigError(item.name, kind.expected, value)
         for low, high in (
             ("max_message_bytes", "max_bytes"),
@@ -333,6 +338,11 @@ class Config:
         return self.listen.startswith("unix:") or units.parse_address(self.listen).is_loopback
 
     @property
+    def identifies_callers(self) -> bool:
+        """Whether callers are known by tokens or certificates."""
+        return bool(self.callers or self.tls_client_ca)
+
+    @property
     def is_http_local(self) -> bool:
         """Whether metrics and health are served over HTTP only to this machine."""
         return units.parse_address(self.http_listen).is_loopback
@@ -342,7 +352,11 @@ class Config:
         return {item.name: self._source(item) for item in settings()}
 
     def _source(self, item: Field[Any]) -> Source:
-        return self._given.get(item.name, "default" if getattr(self, item.name) == item.default else "code")
+        return self._given.get(item.name, "default" if getattr(self, item.name) == self._default(item) else "code")
+
+    def _default(self, item: Field[Any]) -> object:
+        """A setting's default. That of `layer_administration` depends on others: strangers are to change no layers."""
+        return self.identifies_callers or self.is_local if item.default is None else item.default
 
     def show(self, name: str) -> str:
         """A setting's value as text: `256MiB`, `100ms`."""
@@ -358,6 +372,11 @@ class Config:
 def settings() -> Iterator[Field[Any]]:
     """The fields of `Config` that are settings, in their order."""
     return (item for item in fields(Config) if "kind" in item.metadata)
+
+
+def shown_default(item: Field[Any]) -> str:
+    """A setting's default as text: nothing if it depends on others, which is in what is said of the setting."""
+    return "" if item.default is None else kind_of(item).show(item.default)
 
 
 def kind_of(item: Field[Any]) -> kinds.Kind:

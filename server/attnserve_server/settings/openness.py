@@ -13,8 +13,9 @@ from attnserve_server.settings.config import Config
 def openness(config: Config) -> Iterator[str]:
     """What is open to others."""
     if not config.is_local:
-        if not (config.callers or config.tls_client_ca):
-            yield f"anybody who can reach {config.listen} may use the server: callers are not identified"
+        if not config.identifies_callers:
+            more = ", and load and unload layers" * config.layer_administration
+            yield f"anybody who can reach {config.listen} may use the server{more}: callers are not identified"
         if not config.tls_certificate:
             yield f"traffic on {config.listen} is not encrypted" + ", tokens included" * bool(config.callers)
     if not config.is_http_local:
