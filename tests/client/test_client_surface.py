@@ -140,7 +140,7 @@ def test_values_have_nothing_but_what_they_hold() -> None:
 
 
 def test_errors_have_the_attributes_that_help_lists() -> None:
-    assert public(attnserve.AttnServeError) - public(Exception) == {"reason"}
+    assert public(attnserve.AttnServeError) - public(Exception) == {"reason", "request_id"}
     assert vars(attnserve.AttnServeError("text")).keys() == set(VALUES["AttnServeError"])
     more = {*VALUES["AttnServeError"], *VALUES["InvalidRequestError"]}
     assert vars(attnserve.InvalidRequestError("text")).keys() == more

@@ -249,7 +249,7 @@ class Caches:
     def _pages(self, timeout: Timeout, home: str | None) -> Sequence[CachePool]:
         listing = Listing(self._calls.seconds(timeout))
         while not listing.is_complete:
-            listing.add(self._calls.ask(listing.rpc, listing.left, home))
+            listing.add(self._calls.ask(listing.rpc, listing.left, home, given=listing.timeout))
         return listing.pages
 
     def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
@@ -296,7 +296,7 @@ class AsyncCaches:
     async def _pages(self, timeout: Timeout, home: str | None) -> Sequence[CachePool]:
         listing = Listing(self._calls.seconds(timeout))
         while not listing.is_complete:
-            listing.add(await self._calls.ask(listing.rpc, listing.left, home))
+            listing.add(await self._calls.ask(listing.rpc, listing.left, home, given=listing.timeout))
         return listing.pages
 
     async def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:

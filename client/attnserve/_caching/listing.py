@@ -21,6 +21,7 @@ class Listing:
 
     def __init__(self, timeout: float | None) -> None:
         """It may take `timeout` seconds in all; None for no limit."""
+        self.timeout: Final = timeout
         self._end: Final = inf if timeout is None else time.monotonic() + timeout
         self._token = ""
         self.pages: Final[list[CachePool]] = []
