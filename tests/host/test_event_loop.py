@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import resource
 import select
 import socket
@@ -10,9 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
+import uvloop
 from grpc import aio
 
 from attnserve_server.host import event_loop
@@ -22,7 +25,21 @@ TOLERANCE_S = 0.01
 """Waits may end this much early, because they are counted in milliseconds."""
 
 
-def test_waiting_is_not_working() -> None:
+@pytest.fixture(params=["libuv", "libuv without the function", "uvloop without its pointer", "libuv that refuses"])
+def measured_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a loop is measured by, and what another version of uvloop might lack."""
+    name: str = request.param
+    if name == "libuv without the function":
+        monkeypatch.setattr(ctypes, "PyDLL", lambda path: object())
+    elif name == "uvloop without its pointer":
+        monkeypatch.delattr(uvloop.loop, "libuv_get_loop_t_ptr")
+    elif name == "libuv that refuses":
+        refusing = SimpleNamespace(uv_metrics_idle_time=lambda loop: 0, uv_loop_configure=lambda loop, what: -1)
+        monkeypatch.setattr(ctypes, "PyDLL", lambda path: refusing)
+    return name
+
+
+def test_waiting_is_not_working(measured_by: str) -> None:
     async def wait(seconds: float) -> tuple[float, float]:
         begin, busy = time.perf_counter(), loop.busy_seconds
         await asyncio.sleep(seconds)
@@ -37,11 +54,16 @@ def test_waiting_is_not_working() -> None:
     assert min(busy - elapsed for elapsed, busy in waits) <= TOLERANCE_S - 0.05
 
 
-def test_working_is() -> None:
+def test_working_is(measured_by: str) -> None:
     async def work(seconds: float) -> float:
         before = loop.busy_seconds
         for _ in range(10):
-            time.sleep(seconds / 10)  # noqa: ASYNC251
+            if measured_by == "libuv":
+                time.sleep(seconds / 10)  # noqa: ASYNC251
+            else:
+                until = time.thread_time() + seconds / 10
+                while time.thread_time() < until:
+                    pass
             await asyncio.sleep(0)
         return loop.busy_seconds - before
 
@@ -49,6 +71,21 @@ def test_working_is() -> None:
     assert loop.busy_seconds < PATIENCE_S, "since it was made"
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         assert runner.run(work(0.2)) >= 0.2 - TOLERANCE_S
+
+
+def test_a_loop_whose_waits_are_not_measured_says_so_once(measured_by: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And runs: a server does not fail to start because of a metric."""
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, EventLoop)
+        for _ in range(3):
+            runner.run(asyncio.sleep(0))
+            assert loop.busy_seconds > 0
+    busy = loop.busy_seconds
+    assert busy == loop.busy_seconds, "closed"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (measured_by != "libuv")
+    assert all("its thread's processor time, for want of libuv's: " in warning for warning in warnings)
 
 
 EVENTS = 2000

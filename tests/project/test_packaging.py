@@ -20,6 +20,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import attnserve._version
 
@@ -156,6 +157,25 @@ def test_pins_lie_within_the_ranges(metadata: Message) -> None:
         for requirement in ranges:
             if canonicalize_name(requirement.name) == canonicalize_name(pin.name):
                 assert requirement.specifier.contains(version), f"{pin} is not within {requirement}"
+
+
+@pytest.mark.parametrize("name", ["grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "uvloop"])
+def test_what_is_used_more_closely_than_its_documents_say_ends_before_its_next_major_version(
+    metadata: Message, name: str
+) -> None:
+    """Such as the socket by which gRPC tells of events, and the functions of libuv inside of uvloop."""
+    (pin,) = (
+        pin
+        for pin in map(Requirement, filter(is_pin, (ROOT / "constraints.txt").read_text().splitlines()))
+        if canonicalize_name(pin.name) == name
+    )
+    pinned = Version(str(pin.specifier).removeprefix("=="))
+    ranges = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    own = [requirement for requirement in ranges if canonicalize_name(requirement.name) == name]
+    assert own
+    for requirement in own:
+        assert requirement.specifier.contains(f"{pinned.major}.{pinned.minor + 100}")
+        assert not requirement.specifier.contains(f"{pinned.major + 1}.0")
 
 
 def test_every_python_has_one_pin_of_a_package() -> None:

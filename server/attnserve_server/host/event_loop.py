@@ -20,11 +20,10 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Final, TypeVarTuple
 
 import uvloop
-from uvloop.loop import libuv_get_loop_t_ptr  # type: ignore[attr-defined]  # which its stubs leave out
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -50,15 +49,14 @@ class EventLoop(uvloop.Loop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waits = _Waits(self)
-        self._made = perf_counter()
+        self._measured = _measured(self)
         self._closed_after = 0.0
         self.call_soon(self._look_for_descriptors)
 
     @property
     def busy_seconds(self) -> float:
-        """The time since the loop was made in which it did not wait for events."""
-        return self._closed_after or perf_counter() - self._made - self._waits.seconds
+        """The time since the loop was made in which it did not wait for events. To be read by the loop's thread."""
+        return self._closed_after or self._measured.busy_seconds
 
     def close(self) -> None:
         """Closes the loop, which then is busy no longer."""
@@ -103,23 +101,47 @@ class _Events:
         callback(*args)
 
 
+def _measured(loop: uvloop.Loop) -> _Waits | _ThreadTime:
+    """What measures how busy a loop is. If libuv does not, that is no reason for a server not to start."""
+    try:
+        return _Waits(loop)
+    except Exception as error:  # whatever else another version of uvloop has, or has no longer
+        logger.warning("how busy the loop is counts as its thread's processor time, for want of libuv's: %s", error)
+        return _ThreadTime()
+
+
 class _Waits:
     """How long a loop has waited for events, as libuv measures it if it is asked to; uvloop does not ask."""
 
-    _LIBUV: Final = ctypes.PyDLL(uvloop.loop.__file__)
-    _LIBUV.uv_metrics_idle_time.argtypes = (ctypes.c_void_p,)
-    _LIBUV.uv_metrics_idle_time.restype = ctypes.c_uint64
     _UV_METRICS_IDLE_TIME: Final = 1
 
     def __init__(self, loop: uvloop.Loop) -> None:
-        """Measures from now on; to be made before the loop first runs."""
+        """Measures from now on; to be made before the loop first runs. Raises whatever error comes if it cannot."""
+        libuv = ctypes.PyDLL(uvloop.loop.__file__)
+        self._idle_time = libuv.uv_metrics_idle_time
+        self._idle_time.argtypes, self._idle_time.restype = (ctypes.c_void_p,), ctypes.c_uint64
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-        self._loop = pointer(libuv_get_loop_t_ptr(loop), None)
-        if self._LIBUV.uv_loop_configure(ctypes.c_void_p(self._loop), self._UV_METRICS_IDLE_TIME):
+        self._loop = pointer(uvloop.loop.libuv_get_loop_t_ptr(loop), None)  # type: ignore[attr-defined]
+        if libuv.uv_loop_configure(ctypes.c_void_p(self._loop), self._UV_METRICS_IDLE_TIME):
             raise OSError("libuv does not measure how long it waits")
+        self._made = perf_counter()
 
     @property
-    def seconds(self) -> float:
-        """For how long the loop has waited in all; to be asked only while it is open."""
-        return float(self._LIBUV.uv_metrics_idle_time(self._loop)) * 1e-9
+    def busy_seconds(self) -> float:
+        """For how long the loop has not waited in all; to be asked only while it is open."""
+        return perf_counter() - self._made - float(self._idle_time(self._loop)) * 1e-9
+
+
+class _ThreadTime:
+    """The processor time of a loop's thread. It is somewhat less than the time in which the loop did not wait for
+    events: in part of that, the thread waits for a processor.
+    """
+
+    def __init__(self) -> None:
+        self._made = thread_time()
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long its thread had a processor."""
+        return thread_time() - self._made
