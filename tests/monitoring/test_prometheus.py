@@ -75,7 +75,9 @@ class Observed:
         return sum(map(value, surely)), sum(map(value, perhaps))
 
     def quantile(self, q: float, operation: str, value: Callable[[Reply], float], *, above: bool) -> float:
-        """The bound of the histogram bucket below or above a quantile of the operation's replies."""
+        """The bound below or above a quantile of the operation's replies, of the histogram bucket that it lies in. That
+        is at most 2.5 times as wide as its values are large.
+        """
         values = sorted(
             value(reply)
             for reply in self.replies
@@ -85,7 +87,10 @@ class Observed:
         place = min(max(math.ceil(q * len(values)) - 1 + slack, 0), len(values) - 1)
         buckets = self.prometheus.query(f'attnserve_request_duration_seconds_bucket{{operation="{operation}"}}')
         bounds = [0.0, *sorted(float(bucket.labels["le"]) for bucket in buckets)]
-        return bounds[bisect.bisect_left(bounds, values[place]) - (not above)]
+        upper = bisect.bisect_left(bounds, values[place])
+        width = bounds[upper] / max(bounds[upper - 1], bounds[1])
+        assert width < 2.6 or math.isinf(width), "the bucket tells little"
+        return bounds[upper - (not above)]
 
 
 @pytest.fixture(scope="module")
