@@ -1,11 +1,15 @@
-"""A caller that sends more than the server can compute and never stops: what happens to it, and to others."""
+"""A caller that sends more than the server can compute, or asks for more metrics, and never stops: what happens to it,
+and to others.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import calls
@@ -17,6 +21,7 @@ from conftest import Server
 from google.rpc import code_pb2, error_details_pb2
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.observability import pages
 
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 IN_FLIGHT = 200
@@ -127,3 +132,21 @@ def test_a_deadline_that_a_flood_makes_impossible_is_refused_at_once(server: Ser
     assert error.code in (code_pb2.DEADLINE_EXCEEDED, code_pb2.RESOURCE_EXHAUSTED)
     if error.code == code_pb2.DEADLINE_EXCEEDED:
         assert calls.detail(error, error_details_pb2.ErrorInfo).reason == "DEADLINE_UNREACHABLE"
+
+
+SCRAPERS, PAGES = 32, 400
+
+
+def test_a_flood_of_scrapes_has_few_pages_rendered(server: Server) -> None:
+    """Each rendering has read how busy the loop was at another time."""
+
+    def scrape(_: int) -> float:
+        status, page = calls.get(server.http_address, "/metrics")
+        assert status == 200
+        return calls.value(page, "attnserve_event_loop_busy_seconds_total")
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(SCRAPERS) as threads:
+        rendered = set(threads.map(scrape, range(PAGES)))
+    assert len(rendered) <= pages.SAVED + (time.monotonic() - begin) / pages.EVERY_S + 1
+    assert calls.get(server.http_address, "/healthz")[0] == 200

@@ -4,7 +4,9 @@ In: a registry and the server's health. Out: answers to GET and HEAD of these th
 tokens, the metrics only to those who may read them. It runs on the event loop of gRPC, whose health it reports: so a
 loop that hangs fails its liveness probe, and metrics are read by the thread that writes them. That is why it is not
 prometheus_client's WSGI server, which answers from threads of its own; and its ASGI application would need a web
-server, for three paths. A scrape takes 2 to 4 ms of the loop.
+server, for three paths. A page of metrics takes 2 to 4 ms of the loop, and `pages` bounds how many there are.
+Connections are bounded, too, but none is refused: a new one ends an old one, so that probes and scrapers get through
+whoever else connects.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Final, NamedTuple
@@ -25,6 +28,7 @@ from prometheus_client.exposition import choose_encoder
 from attnserve_server.access.callers import Caller, Callers
 from attnserve_server.errors import PermissionDenied, Unauthenticated
 from attnserve_server.observability.health import Health
+from attnserve_server.observability.pages import Pages
 from attnserve_server.observability.refusals import Refusals, request_id
 from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
@@ -35,6 +39,12 @@ whose peer sends nothing that would end a header, but waits for an answer.
 """
 _MAX_HEADER_BYTES: Final = 16 * 1024
 _PATIENCE_S: Final = 5.0
+MOST_CONNECTIONS: Final = 256
+"""Connections open at once, not counting those whose TLS handshake is not over. A probe or a scraper has one, for
+milliseconds; what is left of the process's file descriptors is for callers.
+"""
+MOST_OF_AN_ADDRESS: Final = 64
+"""Of these, those of one address: many, since behind a proxy all have the same."""
 _TEXT: Final = "text/plain; charset=utf-8"
 _ODD_VERSION: Final = re.compile(r"version=(?![0-9]{1,4}(\.[0-9]{1,4})*\s*(;|\Z))")
 """A version that is no number. prometheus_client may raise TypeError at it, or answer with it as it came."""
@@ -76,14 +86,17 @@ class HttpServer:
         patience_s: float = _PATIENCE_S,
     ) -> None:
         self._address = parse_address(listen)
-        self._registry = metrics_registry
+        self._pages = Pages(metrics_registry)
         self._health = health
         self._callers = callers
         self._tls = tls
         self._refusals = refusals
         self._patience_s = patience_s
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], str] = {}
+        """Each with its peer's address, the oldest first."""
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        """Those that wait for a page of metrics."""
 
     async def start(self) -> str:
         """Starts to listen and returns the actual `host:port`. Raises ListenError if that is not possible."""
@@ -112,6 +125,7 @@ class HttpServer:
             return
         server, self._server = self._server, None
         server.close()  # what has just been accepted comes to `_accept` all the same
+        self._pages.close()
         for connection in self._connections:
             connection.cancel()
         # Not `wait_closed`: from Python 3.12 on it waits for TLS handshakes, too, however long they take.
@@ -122,14 +136,33 @@ class HttpServer:
         if self._server is None:
             writer.transport.abort()
             return
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        self._make_room(peer)
         task = asyncio.create_task(self._serve(reader, writer))
-        self._connections.add(task)
+        self._connections[task] = peer
 
         def end(task: asyncio.Task[None]) -> None:
-            self._connections.discard(task)
+            self._connections.pop(task, None)
             writer.transport.abort()  # does nothing unless serving was cut short, or never began
 
         task.add_done_callback(end)
+
+    def _make_room(self, peer: str) -> None:
+        """Ends a connection if there would be too many with another one of this peer: one of the peer's own or, if all
+        together are too many, one of the peer that has most. It is the oldest that does not wait for a page, or the
+        oldest if all do.
+        """
+        if len(self._connections) < MOST_OF_AN_ADDRESS:
+            return
+        of_peers = Counter(self._connections.values())
+        if of_peers[peer] < MOST_OF_AN_ADDRESS:
+            if len(self._connections) < MOST_CONNECTIONS:
+                return
+            peer = of_peers.most_common(1)[0][0]
+        its = [task for task, other in self._connections.items() if other == peer]
+        task = next((task for task in its if task not in self._waiting), its[0])
+        del self._connections[task]
+        task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -151,7 +184,7 @@ class HttpServer:
         except TimeoutError:
             answer = _Answer(408, b"no request came\n")
         else:
-            method, answer = self._answer(head.decode("latin-1"))
+            method, answer = await self._answer(head.decode("latin-1"))
         fields = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
             f"Content-Type: {answer.content_type}",
@@ -169,7 +202,7 @@ class HttpServer:
         writer.close()
         await writer.wait_closed()
 
-    def _answer(self, head: str) -> tuple[str, _Answer]:
+    async def _answer(self, head: str) -> tuple[str, _Answer]:
         """The method of a request and the answer to it."""
         request, *lines = head.split("\r\n")
         words = request.split(" ")
@@ -183,11 +216,11 @@ class HttpServer:
             return method, _Answer(405, b"GET and HEAD only\n", fields=("Allow: GET, HEAD",))
         if path == "/metrics":
             headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-            return method, self._metrics(headers)
+            return method, await self._metrics(headers)
         well = self._health.live if path == "/healthz" else self._health.ready
         return method, _Answer(200 if well else 503, f"{self._health.state}\n".encode())
 
-    def _metrics(self, headers: Sequence[tuple[str, str]]) -> _Answer:
+    async def _metrics(self, headers: Sequence[tuple[str, str]]) -> _Answer:
         caller: Caller | None = None
         try:
             caller = self._callers.of_header(next((value for name, value in headers if name == "authorization"), None))
@@ -200,8 +233,12 @@ class HttpServer:
             return _Answer(403, f"{error}\n".encode())
         accepted = ",".join(value for name, value in headers if name == "accept").split(",")
         encode, content_type = choose_encoder(",".join(each for each in accepted if not _ODD_VERSION.search(each)))
+        task = asyncio.current_task()
+        self._waiting.add(task)
         try:
-            return _Answer(200, encode(self._registry), content_type)
-        except Exception:  # reading a gauge may fail in ways particular to its device
-            logger.exception("the metrics could not be read")
+            page = await self._pages.page(content_type, encode)
+        finally:
+            self._waiting.discard(task)
+        if page is None:
             return _Answer(500, b"the metrics could not be read\n")
+        return _Answer(200, page, content_type)
