@@ -12,10 +12,8 @@ is read on that channel any more. The standard library's events, timers and futu
 **How.** For a moment, each handler is replaced by one that only takes a note. It would not do to block the signals in
 the main thread: another thread would get them, and Python would still call the handlers in the main thread.
 
-**System calls.** Setting a handler in Python clears the signal's flag SA_RESTART: from then on, system calls that the
-signal interrupts fail with EINTR, where the flag has the system restart them. `signal.siginterrupt` sets it, as asyncio
-and uvloop do for their signals. So the handlers of event loops are left in place, which they may be since they never
-raise; and after any other is replaced, or set again, the flag is set if it was.
+**Event loops.** The handlers of asyncio and uvloop are left in place: they never raise. Setting a handler in Python also
+undoes `signal.siginterrupt`, which both call for their signals, so that the system restarts calls that are interrupted.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from __future__ import annotations
 # The functions of `signal` turn numbers into members of enums and back, which takes ten times as long.
 import _signal  # type: ignore[import-not-found]
 import os
-import platform
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -45,26 +41,6 @@ _OF_LOOPS: Final = ("asyncio.unix_events", "uvloop.loop")
 """
 
 
-def _restarts() -> Callable[[int], bool]:
-    """A function that says whether SA_RESTART is set for a signal. Only the C library tells, in a structure whose
-    layout is known for Linux on two kinds of processors; elsewhere the function always says no, and the flag is lost.
-    """
-    try:
-        import ctypes
-    except ImportError:
-        return lambda number: False
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.maxsize < 1 << 32:
-        return lambda number: False
-    look = ctypes.PyDLL(None).sigaction  # which keeps the interpreter's lock
-    look.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    action = (ctypes.c_uint32 * 64)()  # the handler, 1024 bits of a mask, the flags; and more
-    where, flags, restart = ctypes.addressof(action), memoryview(action).cast("B").cast("I")[34:35], 0x10000000
-    return lambda number: look(number, None, where) == 0 and bool(flags[0] & restart)
-
-
-_are_restarted: Final = _restarts()
-
-
 def _delays(handler: object) -> bool:
     """Whether a handler is to be delayed: it is in Python and may raise."""
     return callable(handler) and getattr(handler, "__module__", None) not in _OF_LOOPS
@@ -82,7 +58,7 @@ class DelayedInterrupt:
     handler in Python, or one of an event loop's.
     """
 
-    __slots__ = ("_came", "_handlers", "_holds", "_restarted")
+    __slots__ = ("_came", "_handlers", "_holds")
 
     def __init__(self) -> None:
         self._holds = False
@@ -94,18 +70,11 @@ class DelayedInterrupt:
         getsignal = _signal.getsignal
         if handlers := {number: handler for number in SIGNALS if _delays(handler := getsignal(number))}:
             self._handlers: dict[int, Handler] = handlers
-            # Python's own handler of SIGINT is left out, for which nobody sets the flag: it is there in nearly every
-            # process, and looking would take a third as long again as the rest of this.
-            self._restarted = [
-                number
-                for number, handler in handlers.items()
-                if handler is not _signal.default_int_handler and _are_restarted(number)
-            ]
             self._came: dict[int, FrameType | None] = {}
             self._holds, _outermost = True, self
             try:
                 for number in handlers:
-                    self._set(number, self._note)
+                    _signal.signal(number, self._note)
             except BaseException as error:
                 if isinstance(error, ValueError) and _is_elsewhere(number):
                     self._holds, _outermost = False, None
@@ -120,19 +89,11 @@ class DelayedInterrupt:
         _outermost = None  # first: a handler that is back may enter another
         try:
             for number, handler in self._handlers.items():
-                self._set(number, handler)
+                _signal.signal(number, handler)
         finally:
             self._holds = False
             if self._came:
                 self._call_handlers()
-
-    def _set(self, number: int, handler: Handler) -> None:
-        """Sets a signal's handler, and SA_RESTART if it was set, even if the handler that is set raises at once."""
-        try:
-            _signal.signal(number, handler)
-        finally:
-            if number in self._restarted:
-                _signal.siginterrupt(number, False)
 
     def _call_handlers(self) -> None:
         """Calls the handlers of the signals that came: all of them, even if some raise."""
