@@ -12,8 +12,8 @@ is read on that channel any more. The standard library's events, timers and futu
 **How.** For a moment, each handler is replaced by one that only takes a note. It would not do to block the signals in
 the main thread: another thread would get them, and Python would still call the handlers in the main thread.
 
-**Event loops.** The handlers of asyncio and uvloop are left in place: they never raise. Setting a handler in Python also
-undoes `signal.siginterrupt`, which both call for their signals, so that the system restarts calls that are interrupted.
+**Event loops.** The handlers of asyncio and uvloop are left in place: they never raise. To replace them would also undo
+`signal.siginterrupt`, by which both have the system restart the calls that their signals interrupt.
 """
 
 from __future__ import annotations
