@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     products = None if library is None else Products(library.instructions, lambda flops: Threads())
     native = [_name(dtype) for dtype in DTYPES if is_native(dtype, products)]
     packed = [_name(dtype) for dtype in DTYPES if packs(dtype)]
-    how = f"the native library{'' if library is None else f' ({library.instructions})'}: {', '.join(native) or 'none'}"
+    instructions = "" if library is None or products is None else f" ({library.instructions}{', AMX' * products.amx})"
+    how = f"the native library{instructions}: {', '.join(native) or 'none'}"
     text = (
         f"{cpu_model()}, one core; torch {torch.__version__}; load average {load:.2f} before.\n"
         f"Multiplied by {how};\nwithout it, by oneDNN with a packed weight: {', '.join(packed) or 'none'}.\n\n"
