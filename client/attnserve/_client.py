@@ -297,14 +297,15 @@ class Client:
           is needed. Default: as the server is configured, or else until it is deleted.
         - `alias`: a name of your own for it, such as ``"user:42"``, of at most 256 bytes. If you have a cache of this
           alias already, perhaps made by another process, this finds it: with the tokens and the ttl that it has, and as
-          if by `open_cache`. Of several servers, the alias decides which one has it.
+          if by `open_cache`; do not enter what others still use. Of several servers, the alias decides which one has
+          it: only that is asked, and what it makes stays, even if this call is given up.
         - `timeout`: in seconds for each server that is asked; None for no limit. Default: the client's.
 
-        Retries never make a second cache. If a server is full or unavailable, another is asked at once. If all are, one
-        that is unavailable is asked again as for any call, and of the full ones, up to `retries` times, the one that
-        says that it has room soonest. If the call is given up, or fails without an answer, a cache that it made is
-        deleted as soon as its server hears of that; if it never does, the cache stays until its `ttl` ends, and
-        `caches` lists it.
+        Retries never make a second cache. Without an alias: if a server is full or unavailable, another is asked at
+        once. If all are, one that is unavailable is asked again as for any call, and of the full ones, up to `retries`
+        times, the one that says that it has room soonest. If the call is given up, or fails without an answer, a cache
+        that it made is deleted as soon as its server hears of that; if it never does, the cache stays until its `ttl`
+        ends, and `caches` lists it.
         """
         rpc = cache_requests.create(num_kv_heads, head_dim, value_dim, layers, dtype, ttl, alias)
         timeout = self._calls.seconds(timeout)

@@ -112,6 +112,20 @@ async def test_others_have_their_turns_while_caches_are_deleted(
         assert served.store.free_pages == CACHES
 
 
+async def test_a_page_ends_at_about_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches may have any number of layers."""
+    monkeypatch.setattr(cache_service, "MAX_PAGE_BYTES", 100)
+    async with Served(monkeypatch, PATIENCE_S) as served:
+        pages, token = [], ""
+        while not pages or token:
+            request = pb.CacheServiceListRequest(page_token=token)
+            reply = await served.ask("List", request, pb.CacheServiceListResponse)
+            pages.append([cache.name for cache in reply.caches])
+            token = reply.next_page_token
+        assert [name for page in pages for name in page] == [cache.name for cache in served.store.list(None, 0.0)]
+        assert {len(page) for page in pages[:-1]} == {3}, "each of some 40 bytes"
+
+
 async def test_a_cache_that_goes_while_others_are_listed_is_not_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Served(monkeypatch, 0.0) as served:
         *_, last = served.store.list(None, 0.0)

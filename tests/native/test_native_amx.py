@@ -61,6 +61,24 @@ def test_nor_from_who_computes_them(products: Products, random: Random, helpers:
     assert_same_bits(array(shared), array(alone))
 
 
+@pytest.mark.parametrize("inputs", [4100, 33_000])
+@pytest.mark.parametrize("count", [1, 129, 300])
+def test_units_of_fewer_rows_where_these_are_wide(inputs: int, count: int) -> None:
+    """So that the rows of a unit stay in a core's cache: 112 rows of 4,100 inputs, and 16 of 33,000."""
+    torch.manual_seed(0)
+    weight, rows = torch.randn(48, inputs).bfloat16(), torch.randn(count, inputs).bfloat16()
+    packed = PackedWeight.of(weight, None, amx=True)
+    exact, magnitude = rows.double() @ weight.double().T, rows.double().abs() @ weight.double().abs().T
+    team = Team(3, patient=True)
+    try:
+        for threads in (Threads(), Threads(team, 3)):
+            found = Products("AVX-512", lambda flops, threads=threads: threads).multiply(packed, rows)
+            error = (found.double() - exact).abs()
+            assert (error <= 5e-7 * magnitude + 2.0**-8 * exact.abs()).all()
+    finally:
+        team.close()
+
+
 @settings(max_examples=20)
 @given(random=randoms)
 def test_a_part_has_the_bits_of_the_whole(products: Products, random: Random) -> None:

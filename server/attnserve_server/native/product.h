@@ -245,8 +245,9 @@ static int multiply_all(const struct product *product, struct side from, struct 
     /* Rows are divided first, and evenly: every thread that computes columns of the same rows would have to arrange
        these rows again. But few rows with many columns take as long as reading the weight. Then only columns are
        divided, so that each is read by one thread. */
+    int64_t block = product->amx ? AMX_SIDE : BLOCK_ROWS;
     if (row_groups > 1 || panels < threads * UNITS_EACH * UNIT_PANELS)
-        row_groups = least((row_groups + threads - 1) / threads * threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+        row_groups = least((row_groups + threads - 1) / threads * threads, (rows + block - 1) / block);
     int64_t wanted = most((UNITS_EACH * threads + row_groups - 1) / row_groups,
                           rows / row_groups * product->inputs * product->outputs / UNIT_PRODUCTS);
     int64_t panel_groups = threads > 1 ? least(wanted, most(panels / UNIT_PANELS, 1)) : 1;

@@ -29,6 +29,8 @@ Message: TypeAlias = pb.AttendRequest | pb.ApplyRequest
 
 def window_of(message: Message) -> tuple[int, int]:
     """The window: how far queries see to the left and to the right, -1 where there is no bound."""
+    if not message.HasField("window"):
+        return -1, -1
     return _bound(message.window, "left"), _bound(message.window, "right")
 
 

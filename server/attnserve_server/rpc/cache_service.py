@@ -35,7 +35,9 @@ MAX_ALIAS: Final = 256
 """The most bytes of an alias."""
 
 MAX_PAGE: Final = 1000
-"""The most caches in one reply, which with hundreds of layers each has about a megabyte."""
+"""The most caches in one reply."""
+MAX_PAGE_BYTES: Final = 1 << 20
+"""About the most bytes of one reply; gRPC's clients take 4 MiB unless they are told otherwise."""
 MAX_TOKEN: Final = 20
 """The most characters of a token of a page."""
 
@@ -99,16 +101,18 @@ class CacheService:
         """The reply, serialised piece by piece: as a whole that would take the loop too long."""
         store = self._host.store
         found = store.list(caller.name, monotonic(), _number(request.page_token))
-        page = found[: min(request.page_size or MAX_PAGE, MAX_PAGE)]
-        caches = [
-            pb.CacheServiceListResponse(caches=[describe(self._host, cache)]).SerializeToString()
-            async for cache in _with_turns(page)
-            if not cache.gone
-        ]
+        caches, size, token = [], 0, ""
+        async for place, cache in _with_turns(enumerate(found, 1)):
+            if not cache.gone:
+                described = pb.CacheServiceListResponse(caches=[describe(self._host, cache)])
+                caches.append(described.SerializeToString())
+                size += len(caches[-1])
+            is_full = place == min(request.page_size or MAX_PAGE, MAX_PAGE) or size >= MAX_PAGE_BYTES
+            if is_full and place < len(found):
+                token = str(cache.number)
+                break
         rest = pb.CacheServiceListResponse(
-            pool_bytes=store.pool_bytes,
-            free_bytes=store.free_bytes,
-            next_page_token=str(page[-1].number) if len(page) < len(found) else "",
+            pool_bytes=store.pool_bytes, free_bytes=store.free_bytes, next_page_token=token
         )
         return b"".join((*caches, rest.SerializeToString()))
 
