@@ -17,7 +17,7 @@ from limits import LIMITS
 from stores import store_of
 
 from attnserve_server.access.callers import anybody
-from attnserve_server.caches.cache import Cache, Origin
+from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheDtype, CacheShape
@@ -205,7 +205,7 @@ def test_the_effort_of_a_query_is_what_it_reads_in_the_dtype_that_caches_store()
     stored: tuple[CacheDtype, ...] = ("float32", "bfloat16")
     efforts = {}
     for dtype in stored:
-        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic(), Origin(None))
+        cache = host.store.create(CacheShape(8, 64, 64, 1, dtype), None, monotonic())
         message = attend_request(Case(query, query, query), [Reference(cache.name, 0, None)], None).SerializeToString()
         request = read_attend(host, anybody("here"), message, 0, len(message), LIMITS)
         assert isinstance(request, CachedRequest)

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 from stores import store_of
 
-from attnserve_server.caches.cache import Origin
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost, CacheWork, Use
 from attnserve_server.errors import RequestError
@@ -15,7 +14,7 @@ from attnserve_server.errors import RequestError
 
 def test_one_who_may_not_enter_holds_nothing() -> None:
     host = CacheHost(store_of(256, 10, page_bytes=4096), cast(Any, None), "")
-    first, second = (host.store.create(CacheShape(1, 8, 8, 1, "float32"), None, 0.0, Origin(None)) for _ in range(2))
+    first, second = (host.store.create(CacheShape(1, 8, 8, 1, "float32"), None, 0.0) for _ in range(2))
     host.store.delete(second)
     work = CacheWork(host, (Use(first, 0, 3, None), Use(second, 0, 3, None)), 0)
     with pytest.raises(RequestError):

@@ -22,7 +22,7 @@ from stores import store_of
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.access.callers import anybody
-from attnserve_server.caches.cache import Cache, Origin
+from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.shape import CacheShape
@@ -72,7 +72,7 @@ class Bench:
     host: CacheHost
 
     def create(self) -> Cache:
-        return self.host.store.create(SHAPE, None, monotonic(), Origin(None))
+        return self.host.store.create(SHAPE, None, monotonic())
 
     def read(self, *caches: Cache, tokens: int, limits: RequestLimits = LIMITS) -> CachedLayerRequest:
         shape = (len(caches), tokens)

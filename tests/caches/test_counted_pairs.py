@@ -24,7 +24,6 @@ from stores import store_of
 import attnserve
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import anybody
-from attnserve_server.caches.cache import Origin
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.work import CacheHost
@@ -49,8 +48,7 @@ def cached(case: Case, lengths: list[int], limits: RequestLimits = LIMITS, **ret
     """A request for a case whose keys are in caches of these lengths."""
     caches = host()
     names = [
-        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic(), Origin(None)).name
-        for _ in lengths
+        caches.store.create(CacheShape(HEADS, WIDTH, WIDTH, 1, "float32"), None, monotonic()).name for _ in lengths
     ]
     message = attend_request(case, [Reference(name) for name in names], **returned).SerializeToString()
     request = read_attend(caches, anybody("here"), message, 0, len(message), limits)
