@@ -34,11 +34,8 @@ from attnserve._commands.connection_flags import (
     token_of,
 )
 from attnserve._commands.endpoint import METRICS_PORT
-from attnserve._commands.table import table
+from attnserve._commands.texts import info_text, layers_text, pool_text, room_text
 from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
-from attnserve._info import ServerInfo, Setting
-from attnserve._layers import Layer
-from attnserve._requests.cache_requests import CacheInfo, CachePool
 from attnserve._settings.config import ANYHOW, DEFAULT_ADDRESS
 from attnserve._version import __version__
 
@@ -288,12 +285,12 @@ def _top(parsed: argparse.Namespace) -> int:
 
 def _info(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
     info = client.server_info(timeout=parsed.timeout)
-    return dataclasses.asdict(info), _text(info)
+    return dataclasses.asdict(info), info_text(info)
 
 
 def _layers(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
     layers = client.layers.list(timeout=parsed.timeout)
-    return [dataclasses.asdict(layer) for layer in layers], _layer_table(layers)
+    return [dataclasses.asdict(layer) for layer in layers], layers_text(layers)
 
 
 def _caches(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
@@ -303,100 +300,12 @@ def _caches(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
         client.caches.delete(parsed.delete, timeout=parsed.timeout)
         pool = client.caches.pool(timeout=parsed.timeout)
         room = {"bytes": pool.bytes, "free_bytes": pool.free_bytes}
-        return {"deleted": sorted(there), **room}, f"{len(there)} of {len(set(parsed.delete))} deleted; {_room(pool)}"
-    return dataclasses.asdict(pool), _pool_text(pool)
+        return {
+            "deleted": sorted(there),
+            **room,
+        }, f"{len(there)} of {len(set(parsed.delete))} deleted; {room_text(pool)}"
+    return dataclasses.asdict(pool), pool_text(pool)
 
 
 def _loads(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
     return _bench.run(client, parsed.loads, parsed.seconds, parsed.rounds, parsed.open, parsed.timeout)
-
-
-def _text(info: ServerInfo) -> str:
-    """The information, one item per line."""
-    pages = "" if info.cache_page_bytes is None else f", in pages of {info.cache_page_bytes:,}"
-    rows = [
-        ("version", info.version),
-        *(() if info.address is None else (("address", info.address),)),
-        ("device", f"{info.device} ({info.device_name})" if info.device_name else info.device),
-        ("python", info.python_version),
-        ("torch", info.torch_version),
-        ("grpc", info.grpc_version),
-        ("usable cpus", str(info.usable_cpus)),
-        *(() if info.threads is None else (("threads", str(info.threads)),)),
-        ("cache pool", f"{info.cache_pool_bytes:,} bytes{pages}"),
-        ("dtypes", ", ".join(info.dtypes)),
-        ("features", ", ".join(info.features)),
-        *((name, f"{limit:,}") for name, limit in dataclasses.asdict(info.limits).items()),
-        *((f"kernel {kernel.name}", kernel.description) for kernel in info.kernels),
-        *((f"--{each.name.replace('_', '-')}", f"{_setting_value(each)} ({each.source})") for each in info.settings),
-    ]
-    return table(rows, words=2)
-
-
-def _setting_value(setting: Setting) -> str:
-    return "not told to callers" if setting.value is None else setting.value or "none"
-
-
-def _layer_table(layers: Sequence[Layer]) -> str:
-    """The layers, one per line; cells for what a layer lacks are empty."""
-    if not layers:
-        return "no layers are loaded"
-    widths = ("input", "context", "output")
-    titles = ("name", "kind", "dtype", "parameters", "bytes", "version", *widths, "heads", "blocks")
-    return table([titles, *map(_layer_row, layers)], words=3)
-
-
-def _layer_row(layer: Layer) -> tuple[str, ...]:
-    queries, keys = layer.num_query_heads, layer.num_kv_heads
-    heads = f"{queries}" if keys == queries else f"{queries}/{keys}"
-    width = f"{layer.head_dim}" if layer.value_dim == layer.head_dim else f"{layer.head_dim}/{layer.value_dim}"
-    return (
-        layer.name,
-        f"{layer.kind}, causal" if layer.causal else layer.kind,
-        layer.dtype,
-        f"{layer.parameters:,}",
-        f"{layer.bytes:,}",
-        str(layer.version),
-        "token ids" if layer.input_width is None else str(layer.input_width),
-        _or_empty(layer.context_width),
-        str(layer.output_width),
-        f"{heads} × {width}",
-        _or_empty(layer.blocks),
-    )
-
-
-def _or_empty(count: int | None) -> str:
-    return "" if count is None else str(count)
-
-
-def _pool_text(pool: CachePool) -> str:
-    """The caches, one per line, and how full the pool is."""
-    if not pool.caches:
-        return f"no caches are open; {_room(pool)}"
-    titles = ("name", "alias", "dtype", "heads", "layers", "tokens", "bytes", "shared", "ttl", "left")
-    return f"{table([titles, *map(_cache_row, pool.caches)], words=3)}\n{_room(pool)}"
-
-
-def _room(pool: CachePool) -> str:
-    return f"{pool.free_bytes:,} of {pool.bytes:,} bytes are free"
-
-
-def _cache_row(cache: CacheInfo) -> tuple[str, ...]:
-    width = str(cache.head_dim) if cache.value_dim == cache.head_dim else f"{cache.head_dim}/{cache.value_dim}"
-    return (
-        cache.name,
-        repr(cache.alias or "")[1:-1],  # which nobody has checked for what a terminal would obey
-        cache.dtype,
-        f"{cache.num_kv_heads} × {width}",
-        str(cache.layers),
-        f"{max(cache.lengths, default=0):,}",
-        f"{cache.bytes:,}",
-        f"{cache.shared_bytes:,}",
-        _duration(cache.ttl),
-        _duration(cache.remaining),
-    )
-
-
-def _duration(seconds: float | None) -> str:
-    """Seconds, with a decimal if they are few; nothing for None."""
-    return "" if seconds is None else f"{seconds:,.{int(round(seconds, 1) < 10)}f} s"
