@@ -299,11 +299,8 @@ def _caches(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
         there = {cache.name for cache in pool.caches}.intersection(parsed.delete)
         client.caches.delete(parsed.delete, timeout=parsed.timeout)
         pool = client.caches.pool(timeout=parsed.timeout)
-        room = {"bytes": pool.bytes, "free_bytes": pool.free_bytes}
-        return {
-            "deleted": sorted(there),
-            **room,
-        }, f"{len(there)} of {len(set(parsed.delete))} deleted; {room_text(pool)}"
+        answer = {"deleted": sorted(there), "bytes": pool.bytes, "free_bytes": pool.free_bytes}
+        return answer, f"{len(there)} of {len(set(parsed.delete))} deleted; {room_text(pool)}"
     return dataclasses.asdict(pool), pool_text(pool)
 
 
