@@ -202,10 +202,12 @@ def requests(caches: Caches) -> dict[str, dict[str, Message]]:
             )
         },
         "CacheService/Fork": {
-            "": caches_pb2.CacheServiceForkRequest(name=caches.plain, ttl={"nanos": 1}, request_id=b"2")
+            "": caches_pb2.CacheServiceForkRequest(names=[caches.plain], ttl={"nanos": 1}, request_id=b"2")
         },
         "CacheService/Truncate": {
-            "": caches_pb2.CacheServiceTruncateRequest(name=caches.plain, length=S, expected_length=S)
+            "": caches_pb2.CacheServiceTruncateRequest(
+                truncations=[{"name": caches.plain, "length": S, "expected_length": S}]
+            )
         },
         "CacheService/Get": {"": caches_pb2.CacheServiceGetRequest(name=caches.plain)},
         "CacheService/List": {"": caches_pb2.CacheServiceListRequest()},

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from attnserve_server.caches.cache import Cache, Origin
-from attnserve_server.caches.changes import Change, Cut, Grow
+from attnserve_server.caches.changes import Cut, Grow, Share
 from attnserve_server.caches.free_extents import FreeExtents
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.store import CacheStore
+from attnserve_server.caches.store import CacheStore, Truncation
 
 SHAPE = CacheShape(num_kv_heads=1, head_dim=8, value_dim=8, layers=1, dtype="float32")
 PAGE_BYTES = 256
@@ -38,28 +38,32 @@ class Store(CacheStore):
     def get(self, name: str, now: float, owner: str | None = None) -> Cache:
         return super().get(name, now, owner)
 
-    def fork(
+    def fork_one(
         self,
         cache: Cache,
         ttl: float | None,
         now: float,
         request_id: bytes = b"",
-        waited: Reservation[Change] | None = None,
+        waited: Reservation[Share] | None = None,
     ) -> Cache:
-        return super().fork(cache, ttl, now, request_id, waited)
+        [fork] = self.fork([cache], [ttl], now, request_id, waited)
+        return fork
 
-    def truncate(
+    def truncate_one(
         self, cache: Cache, length: int, waited: Reservation[Cut] | None = None, truncation_id: int = 0
     ) -> None:
-        super().truncate(cache, length, waited, truncation_id)
+        self.truncate([Truncation(cache, length, truncation_id)], waited)
 
     def reserve(
         self, appends: Iterable[tuple[Cache, int, int]], now: float, foreseen: bool = True, source: str = "key"
     ) -> Reservation[Grow]:
         return super().reserve(appends, now, foreseen, source)
 
-    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
-        return super().wait_to_cut(cache, length, foreseen)
+    def wait_to_cut_one(self, cache: Cache, length: int, foreseen: bool = True) -> Reservation[Cut]:
+        return self.wait_to_cut([Truncation(cache, length, 0)], foreseen)
+
+    def wait_to_fork_one(self, cache: Cache) -> Reservation[Share]:
+        return self.wait_to_fork([cache])
 
     def place(self, reservation: Reservation[Grow], now: float, append_ids: Sequence[int] = ()) -> Sequence[Placement]:
         return super().place(reservation, now, append_ids or [0] * len(reservation.changes))

@@ -195,8 +195,10 @@ class AsyncClient:
 
     @property
     def caches(self) -> AsyncCaches:
-        """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``, to be awaited."""
-        return AsyncCaches(self._calls)
+        """The caller's caches on the server: ``list``, ``pool``, ``get``, ``fork``, ``truncate`` and
+        ``delete``, to be awaited.
+        """
+        return AsyncCaches(self)
 
     async def server_info(self, *, timeout: Timeout = ...) -> ServerInfo:
         """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit; by

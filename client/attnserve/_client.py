@@ -332,8 +332,8 @@ class Client:
 
     @property
     def caches(self) -> Caches:
-        """The caller's caches on the server: ``list``, ``pool``, ``get`` and ``delete``."""
-        return Caches(self._calls)
+        """The caller's caches on the server: ``list``, ``pool``, ``get``, ``fork``, ``truncate`` and ``delete``."""
+        return Caches(self)
 
     def server_info(self, *, timeout: Timeout = ...) -> ServerInfo:
         """Describes the server, also while it starts or drains. `timeout` in seconds; None for no limit; by

@@ -205,8 +205,8 @@ def test_a_cache_is_there_for_its_owner_alone(guarded: Guarded) -> None:
         with grpc.insecure_channel(address) as channel:
             for method, request in (
                 ("CacheService/Get", caches_pb2.CacheServiceGetRequest(name=cache.name)),
-                ("CacheService/Fork", caches_pb2.CacheServiceForkRequest(name=cache.name)),
-                ("CacheService/Truncate", caches_pb2.CacheServiceTruncateRequest(name=cache.name)),
+                ("CacheService/Fork", caches_pb2.CacheServiceForkRequest(names=[cache.name])),
+                ("CacheService/Truncate", caches_pb2.CacheServiceTruncateRequest(truncations=[{"name": cache.name}])),
                 ("CacheService/Append", caches_pb2.CacheServiceAppendRequest(name=cache.name, key=key, value=key)),
                 ("AttentionService/Attend", attend),
             ):

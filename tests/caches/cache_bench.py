@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from time import monotonic, perf_counter
 
 import accuracy
@@ -32,6 +32,7 @@ from attnserve_server.caches.operations import Fork, Look, Truncate, read_append
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.caches.request import read_attend
 from attnserve_server.caches.shape import CacheShape
+from attnserve_server.caches.store import Truncation
 from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import RequestError
@@ -129,25 +130,23 @@ class Bench:
 
     def truncate(self, cache: Cache, length: int) -> Entry:
         """Truncates a cache to `length` tokens."""
-        return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, length, 0))
+        return self.submit(Truncate(self.host, (Use(cache, 0, 0, None),), 0, [Truncation(cache, length, 0)]))
 
     def fork(self, cache: Cache) -> Entry:
         """Forks a cache."""
-        return self.submit(Fork(self.host, (Use(cache, 0, 0, None),), 0, None, b""))
+        return self.submit(Fork(self.host, (Use(cache, 0, 0, None),), 0, [cache], None, b""))
 
     async def forked(self, entry: Entry) -> Cache:
         """The cache that `fork` made."""
         outcome = await self.outcome(entry)
         assert isinstance(outcome, Outcome), outcome
         pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
-        name = caches_pb2.CacheServiceForkResponse.FromString(b"".join(pieces)).cache.name
+        name = caches_pb2.CacheServiceForkResponse.FromString(b"".join(pieces)).caches[0].name
         return self.store.get(name, monotonic(), None)
 
     def look(self, cache: Cache, deadline: float = math.inf) -> Entry:
         """Asks for the state of a cache."""
-        return self.submit(
-            Look(self.host, (Use(cache, 0, 0, None),), 0, None, caches_pb2.CacheServiceGetResponse), deadline
-        )
+        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None, _seen), deadline)
 
     async def seen(self, entry: Entry) -> int:
         """The number of tokens that `look` saw."""
@@ -161,7 +160,7 @@ class Bench:
         outcome = await self.outcome(entry)
         assert isinstance(outcome, Outcome), outcome
         pieces, _ = entry.request.encode(outcome.result, outcome.phases, outcome.batch_size)
-        return int(caches_pb2.CacheServiceTruncateResponse.FromString(b"".join(pieces)).cache.lengths[0])
+        return int(caches_pb2.CacheServiceTruncateResponse.FromString(b"".join(pieces)).caches[0].lengths[0])
 
     def _reply(self, entry: Entry, outcome: Outcome | RequestError) -> None:
         self.order.append(entry)
@@ -198,6 +197,10 @@ class Bench:
         await asyncio.sleep(0)  # the last batch's time is learnt once its replies are on their way
         assert self.queue._fairness._running == 0
         assert all(cache.users == 0 for cache in self.store.list(None, 0.0))
+
+
+def _seen(described: Sequence[caches_pb2.Cache]) -> caches_pb2.CacheServiceGetResponse:
+    return caches_pb2.CacheServiceGetResponse(cache=described[0])
 
 
 @pytest.fixture

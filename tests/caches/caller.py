@@ -69,13 +69,20 @@ class Caller:
 
     def fork(self, name: str, **fields: Any) -> caches_pb2.Cache:
         """The fork."""
-        cache: caches_pb2.Cache = self._cache("Fork", name=name, **fields).cache
-        return cache
+        return self.forks([name], **fields)[0]
+
+    def forks(self, names: Sequence[str], **fields: Any) -> list[caches_pb2.Cache]:
+        """The forks of several."""
+        return [*self._cache("Fork", names=names, **fields).caches]
 
     def truncate(self, name: str, length: int | None, **fields: Any) -> caches_pb2.Cache:
         """The cache after its truncation."""
-        cache: caches_pb2.Cache = self._cache("Truncate", name=name, length=length, **fields).cache
-        return cache
+        return self.truncations({"name": name, "length": length, **fields})[0]
+
+    def truncations(self, *truncations: dict[str, Any]) -> list[caches_pb2.Cache]:
+        """The caches after their truncations."""
+        messages = [caches_pb2.Truncation(**each) for each in truncations]
+        return [*self._cache("Truncate", truncations=messages).caches]
 
     def get(self, name: str) -> caches_pb2.Cache:
         """What the server says of it."""
@@ -90,6 +97,10 @@ class Caller:
     def delete(self, *names: str) -> None:
         """Deletes caches."""
         self._cache("Delete", names=names)
+
+    def give_up(self, *request_ids: bytes) -> None:
+        """Says that nobody waits for what these requests make."""
+        self._cache("Delete", request_ids=request_ids)
 
     def attend(self, request: pb.AttendRequest) -> pb.AttendResponse:
         """By a unary call."""

@@ -50,7 +50,10 @@ class Operation:
     foreseen: bool = True
     """Whether operations behind it count on its happening."""
     fork_ttl: float | None = None
-    truncate_to: int | None = None
+    forked: list[Model] = field(default_factory=list)
+    """The caches that are forked, each as often as it is."""
+    truncate_to: list[int] = field(default_factory=list)
+    """The length that each cache is cut off at."""
     placements: list[Placement] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     state: str = "waiting"
@@ -123,10 +126,10 @@ class World:
                         let_go(pages.pop())
                         take()
                     length += 1
-            elif operation.truncate_to is None:
-                holders.update(pages)
+            elif operation.forked:
+                holders.update(pages * operation.forked.count(model))
             else:
-                length = min(length, operation.truncate_to)
+                length = min(length, operation.truncate_to[operation.models.index(model)])
                 while len(pages) * PAGE_TOKENS >= length + PAGE_TOKENS:
                     let_go(pages.pop())
         return most

@@ -21,6 +21,7 @@ from stores import extents_of, store_of
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.reservation import Reservation
+from attnserve_server.caches.store import Truncation
 from attnserve_server.errors import InvalidRequest, NotFound, Overloaded
 
 MAX_CACHES = 5
@@ -96,14 +97,13 @@ class StoreMachine(World, RuleBasedStateMachine):
             for model in models
             for layer, new in enumerate(tokens)
         ]
-        promised = sum(model.cache.layers[layer].promised for model, layer, _ in wanted)
         appends = [(model.cache, layer, len(new)) for model, layer, new in wanted]
         try:
             operation = Operation(models, self.store.reserve(appends, self.now, foreseen), wanted, foreseen)
         except (CacheFull, InvalidRequest) as refusal:
             assert foreseen
             self.see_evictions(keep=models)
-            self.see_refusal(refusal, Operation(models, NO_RESERVATION, wanted), promised)
+            self.see_refusal(refusal, Operation(models, NO_RESERVATION, wanted))
             return
         self.see_evictions(keep=models)
         self.arrive(operation, until="waiting")
@@ -112,21 +112,34 @@ class StoreMachine(World, RuleBasedStateMachine):
                 assert model.cache.layers[layer].promised == self.pages_to_come(model, layer, self.foreseen(model))
         self.go_on(operation, until)
 
-    @rule(which=INDEX, ttl=st.sampled_from([None, 5.0]), until=UNTIL)
+    @rule(which=st.lists(INDEX, min_size=1, max_size=3), ttl=st.sampled_from([None, 5.0]), until=UNTIL)
     @precondition(lambda self: self.present())
-    def fork_arrives(self, which: int, ttl: float | None, until: str) -> None:
-        model = self.present()[which % len(self.present())]
-        if self.found(model):
-            self.arrive(Operation([model], self.store.wait_to_fork(model.cache), fork_ttl=ttl), until)
+    def fork_arrives(self, which: list[int], ttl: float | None, until: str) -> None:
+        if forked := self.found_among(which):
+            models = list(dict.fromkeys(forked))
+            reservation = self.store.wait_to_fork([model.cache for model in models])
+            self.arrive(Operation(models, reservation, fork_ttl=ttl, forked=forked), until)
 
-    @rule(which=INDEX, share=st.floats(0, 1.1), until=UNTIL, foreseen=st.sampled_from([True, True, False]))
+    @rule(
+        which=st.lists(INDEX, min_size=1, max_size=2),
+        share=st.floats(0, 1.1),
+        until=UNTIL,
+        foreseen=st.sampled_from([True, True, False]),
+    )
     @precondition(lambda self: self.present())
-    def truncate_arrives(self, which: int, share: float, until: str, foreseen: bool = True) -> None:
-        model = self.present()[which % len(self.present())]
-        if self.found(model):
-            length = int(share * max(map(len, model.tokens)))
-            reservation = self.store.wait_to_cut(model.cache, length, foreseen)
-            self.arrive(Operation([model], reservation, foreseen=foreseen, truncate_to=length), until)
+    def truncate_arrives(self, which: list[int], share: float, until: str, foreseen: bool = True) -> None:
+        if models := list(dict.fromkeys(self.found_among(which))):
+            lengths = [int(share * max(map(len, model.tokens))) for model in models]
+            truncations = [Truncation(model.cache, length, 0) for model, length in zip(models, lengths, strict=True)]
+            reservation = self.store.wait_to_cut(truncations, foreseen)
+            self.arrive(Operation(models, reservation, foreseen=foreseen, truncate_to=lengths), until)
+
+    def found_among(self, which: list[int]) -> list[Model]:
+        """Those of some caches that a request finds."""
+        present = self.present()
+        chosen = [present[index % len(present)] for index in which]
+        found = [model for model in dict.fromkeys(chosen) if self.found(model)]
+        return [model for model in chosen if model in found]
 
     @rule(which=INDEX, fails=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.operations)
@@ -165,10 +178,10 @@ class StoreMachine(World, RuleBasedStateMachine):
     def begin(self, operation: Operation) -> None:
         if operation.wanted:
             self.place(operation)
-        elif operation.truncate_to is not None:
-            self.truncate(operation, operation.models[0], operation.truncate_to)
+        elif operation.forked:
+            self.fork(operation)
         else:
-            self.fork(operation, operation.models[0], operation.fork_ttl)
+            self.truncate(operation)
 
     def place(self, operation: Operation) -> None:
         try:
@@ -184,32 +197,38 @@ class StoreMachine(World, RuleBasedStateMachine):
         for model, layer, new in operation.wanted:
             model.tokens[layer].extend(new)
 
-    def truncate(self, operation: Operation, model: Model, length: int) -> None:
-        if length > max(map(len, model.tokens)):
+    def truncate(self, operation: Operation) -> None:
+        cuts = list(zip(operation.models, operation.truncate_to, strict=True))
+        truncations = [Truncation(model.cache, length, 0) for model, length in cuts]
+        if any(length > max(map(len, model.tokens)) for model, length in cuts):
             with pytest.raises(InvalidRequest):
-                self.store.truncate(model.cache, length, operation.reservation)
+                self.store.truncate(truncations, operation.reservation)
             self.come_to_nothing(operation)
             return
-        self.store.truncate(model.cache, length, operation.reservation)
-        for tokens in model.tokens:
-            del tokens[length:]
-        if not operation.foreseen:
-            self.surprise(model, operation)
+        self.store.truncate(truncations, operation.reservation)
+        for model, length in cuts:
+            for tokens in model.tokens:
+                del tokens[length:]
+            if not operation.foreseen:
+                self.surprise(model, operation)
         self.end_turn(operation)
 
-    def fork(self, operation: Operation, model: Model, ttl: float | None) -> None:
-        try:  # also if the cache was deleted while the operation waited
-            fork = self.store.fork(model.cache, ttl, self.now, waited=operation.reservation)
+    def fork(self, operation: Operation) -> None:
+        caches, ttl = [model.cache for model in operation.forked], operation.fork_ttl
+        try:  # also if a cache was deleted while the operation waited
+            forks = self.store.fork(caches, [ttl] * len(caches), self.now, b"", operation.reservation)
         except Overloaded:
             self.see_evictions()
-            assert len(self.present()) == MAX_CACHES
+            assert len(self.present()) + len(caches) > MAX_CACHES
             assert not self.expired()
             self.come_to_nothing(operation)
         else:
             self.see_evictions()
-            self.add(fork, [list(tokens) for tokens in model.tokens], ttl)
+            for model, fork in zip(operation.forked, forks, strict=True):
+                self.add(fork, [list(tokens) for tokens in model.tokens], ttl)
             self.end_turn(operation)
-        self.renew(model)
+        for model in operation.models:
+            self.renew(model)
 
     def write(self, operation: Operation) -> None:
         operation.state = "written"
@@ -302,10 +321,11 @@ class StoreMachine(World, RuleBasedStateMachine):
         stays = [model.expires for model in self.expired() if model not in (keep or [])]
         assert max((model.expires for model in evicted), default=0.0) <= min(stays, default=inf)
 
-    def see_refusal(self, refusal: CacheFull | InvalidRequest, refused: Operation, promised: int) -> None:
+    def see_refusal(self, refusal: CacheFull | InvalidRequest, refused: Operation) -> None:
         """An append is refused only if pages are lacking, and no cache is left to evict."""
         available = self.store.free_pages - self.store.reserved_pages
         layers = [(model, layer) for model, layer, _ in refused.wanted]
+        promised = sum(model.cache.layers[layer].promised for model, layer in layers)
         needed = sum(self.pages_to_come(*of, [*self.foreseen(of[0]), refused]) for of in layers)
         assert needed - promised > available
         if isinstance(refusal, CacheFull):

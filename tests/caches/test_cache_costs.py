@@ -21,6 +21,7 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Truncate
 from attnserve_server.caches.request import CachedRequest, read_attend
 from attnserve_server.caches.shape import CacheDtype, CacheShape
+from attnserve_server.caches.store import Truncation
 from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -171,7 +172,9 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
     reservation = store.reserve([(cache, 0, 9), (cache, 1, 2)], 0.0)
     store.place(reservation, 0.0)
     store.cancel(reservation)
-    operations = [Truncate(bench.host, (Use(cache, 0, 0, None),), 0, length, 0) for length in (4, 1)]
+    operations = [
+        Truncate(bench.host, (Use(cache, 0, 0, None),), 0, [Truncation(cache, length, 0)]) for length in (4, 1)
+    ]
     seen = []
     for operation in operations:
         operation.enter()
@@ -188,12 +191,12 @@ async def test_what_is_announced_of_several_layers_ends_with_whoever_announced_i
 async def test_a_truncation_that_is_sent_again_announces_no_room(bench: Bench) -> None:
     """It cuts off nothing, even if the cache has grown to the length that it expects; another one does."""
     cache = bench.store.create(CacheShape(2, 8, 8, 1, "float32"), None, 0.0)
-    bench.store.truncate(cache, 0, truncation_id=7)
+    bench.store.truncate_one(cache, 0, truncation_id=7)
     reservation = bench.store.reserve([(cache, 0, 9)], 0.0)
     bench.store.place(reservation, 0.0)
     bench.store.cancel(reservation)
     for truncation_id, coming in ((7, 9), (8, 4)):
-        operation = Truncate(bench.host, (Use(cache, 0, 0, 9),), 0, 4, truncation_id)
+        operation = Truncate(bench.host, (Use(cache, 0, 0, 9),), 0, [Truncation(cache, 4, truncation_id)])
         operation.enter()
         assert cache.coming_length(0) == coming
         operation.leave()

@@ -283,7 +283,7 @@ async def test_a_batch_of_which_nothing_could_run_is_over(bench: Bench) -> None:
 async def test_an_append_whose_attention_fails_is_taken_back(bench: Bench, forked: bool, length: int) -> None:
     """The cache is as before, whether its last page was its own or shared; what follows builds on that."""
     cache = bench.create(length)
-    sibling = bench.store.fork(cache, None, 0.0) if forked else None
+    sibling = bench.store.fork_one(cache, None, 0.0) if forked else None
     used = bench.store.used_bytes
     bench.device.failures = 1
     failed = bench.attend(cache, seed=1, appended=20)
@@ -353,7 +353,7 @@ async def test_a_deleted_cache_stays_for_what_was_admitted(bench: Bench) -> None
 async def test_what_was_admitted_never_lacks_room(bench: Bench) -> None:
     """Appends to forks that share a partial page: each needs a copy of it, for which a page is reserved."""
     cache = bench.create(8 * 20 + 5)
-    forks = [bench.store.fork(cache, None, 0.0) for _ in range(8)]
+    forks = [bench.store.fork_one(cache, None, 0.0) for _ in range(8)]
     bench.device.may_run.clear()
     running = bench.attend(bench.create(1))
     await bench.device.until_entered()

@@ -68,12 +68,14 @@ def test_any_steps_and_what_happens_between_them_are_as_without_it(device: CpuDe
         match random.randrange(12):
             case 0 if len(both) < 12:
                 source = random.choice(both)
-                both.append([w.store.fork(c, None, monotonic()) for w, c in zip((fast, ordinary), source, strict=True)])
+                both.append(
+                    [w.store.fork_one(c, None, monotonic()) for w, c in zip((fast, ordinary), source, strict=True)]
+                )
             case 1:
                 pair = random.choice(both)
                 length = random.randrange(pair[0].length(0) + 1)
                 for world, cache in zip((fast, ordinary), pair, strict=True):
-                    world.store.truncate(cache, length)
+                    world.store.truncate_one(cache, length)
             case _:
                 answered += _ask_both(random, fast, ordinary, both, number)
         assert [pair[0].lengths for pair in both] == [pair[1].lengths for pair in both]
@@ -162,7 +164,7 @@ def test_what_is_not_finite_is_for_others_and_is_appended_once(stepping_: Steppi
 
 def test_a_fork_never_sees_what_its_sibling_appends(stepping_: Stepping) -> None:
     cache = stepping_.create(5)
-    fork = stepping_.store.fork(cache, None, monotonic())
+    fork = stepping_.store.fork_one(cache, None, monotonic())
     before = stepping_.ordinary(step(fork, seed=3))
     asked = step(cache, append=True, expected=[5])
     stepping_.learn(asked)

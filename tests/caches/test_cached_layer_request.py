@@ -130,9 +130,9 @@ async def test_a_failed_computation_takes_its_appends_back(bench: Bench, caplog:
     for cache in (guilty, other, innocent):
         await bench.output(cache, tokens=9)
     # Last pages are shared, so appends go into copies of them.
-    forks = [store.fork(cache, None, monotonic(), b"", None) for cache in (guilty, other)]
+    forks = [store.fork_one(cache, None, monotonic(), b"", None) for cache in (guilty, other)]
     before = {cache: [cache.pages(layer) for layer in range(BLOCKS)] for cache in (guilty, other, *forks)}
-    step = await bench.output(store.fork(innocent, None, monotonic(), b"", None), tokens=3)
+    step = await bench.output(store.fork_one(innocent, None, monotonic(), b"", None), tokens=3)
     used = store.used_bytes
     bench.device.fails = True
     failing, running = bench.submit(guilty, other, tokens=GUILTY), bench.submit(innocent, tokens=3)

@@ -22,7 +22,7 @@ def test_a_fork_takes_no_memory_for_the_pages_of_its_parent() -> None:
     append(store, long, 100_000)
     tracemalloc.start()
     try:
-        fork = store.fork(long, None, 0.0)
+        fork = store.fork_one(long, None, 0.0)
         assert tracemalloc.get_traced_memory()[0] < 8192, "25,000 numbers of pages would take 100,000 bytes"
     finally:
         tracemalloc.stop()
@@ -32,8 +32,8 @@ def test_a_fork_takes_no_memory_for_the_pages_of_its_parent() -> None:
 CHANGES: dict[str, Callable[[CacheStore, Cache], object]] = {
     "an append to a shared page": lambda store, cache: append(store, cache, 1),
     "an append of more pages": lambda store, cache: append(store, cache, 30),
-    "a truncation": lambda store, cache: store.truncate(cache, 7),
-    "to nothing": lambda store, cache: store.truncate(cache, 0),
+    "a truncation": lambda store, cache: store.truncate_one(cache, 7),
+    "to nothing": lambda store, cache: store.truncate_one(cache, 0),
     "a deletion": lambda store, cache: store.delete(cache),
 }
 
@@ -44,8 +44,8 @@ def test_a_change_of_one_changes_no_other(change: str, changed: int) -> None:
     store = store_of(PAGES)
     parent = store.create(SHAPE, None, 0.0)
     append(store, parent, TOKENS)
-    family = [parent, store.fork(parent, None, 0.0)]
-    family.append(store.fork(family[1], None, 0.0))
+    family = [parent, store.fork_one(parent, None, 0.0)]
+    family.append(store.fork_one(family[1], None, 0.0))
     before, table = parent.pages(0), parent.table(0)
     assert [each.shared_bytes for each in family] == 3 * [11 * store.page_bytes]
     CHANGES[change](store, family[changed])
@@ -70,7 +70,7 @@ def test_what_is_shared_with_a_fork_alone_need_not_be_copied_once_that_is_gone()
     parent = store.create(SHAPE, None, 0.0)
     append(store, parent, TOKENS)
     before = parent.pages(0)
-    store.delete(store.fork(parent, None, 0.0))
+    store.delete(store.fork_one(parent, None, 0.0))
     append(store, parent, 1)
     assert parent.table(0).numbers == parent.pages(0) == before
     assert store.free_pages == PAGES - 11

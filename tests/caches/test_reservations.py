@@ -30,7 +30,7 @@ def test_a_full_pool_says_how_much_is_free_and_when_to_retry() -> None:
     assert store.free_pages == 0
     with pytest.raises(CacheFull):
         append(store, cache, 1)
-    store.truncate(cache, 15)
+    store.truncate_one(cache, 15)
     append(store, cache, 1)
     assert cache.length(0) == 16
 
@@ -53,7 +53,7 @@ def test_what_a_cache_has_decides_nothing_of_what_the_pool_can_never_hold(length
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, length)
     if is_shared:
-        store.fork(cache, None, 0.0)
+        store.fork_one(cache, None, 0.0)
     if length:
         with pytest.raises(CacheFull):
             append(store, cache, 16)
@@ -110,17 +110,17 @@ def test_what_a_truncation_will_give_back_can_be_promised() -> None:
     """Behind it, as many pages again as the pool holds; but none that it does not free because a fork has them."""
     store = store_of(4)
     cache = store.create(SHAPE, None, 0.0)
-    first, cut = store.reserve([(cache, 0, 16)], 0.0), store.wait_to_cut(cache, 0)
+    first, cut = store.reserve([(cache, 0, 16)], 0.0), store.wait_to_cut_one(cache, 0)
     second = store.reserve([(cache, 0, 16)], 0.0)
     assert store.reserved_pages == 4
     store.place(first, 0.0)
     store.cancel(first)
-    store.truncate(cache, 0, cut)
+    store.truncate_one(cache, 0, cut)
     store.cancel(cut)
     store.place(second, 0.0)
     store.cancel(second)
     assert (cache.lengths, store.free_pages) == ([16], 0)
-    waits = [store.wait_to_fork(cache), store.wait_to_cut(cache, 3)]
+    waits = [store.wait_to_fork_one(cache), store.wait_to_cut_one(cache, 3)]
     with pytest.raises(CacheFull):
         store.reserve([(cache, 0, 1)], 0.0)
     for reservation in waits:
@@ -132,9 +132,9 @@ def test_what_a_truncation_gives_back_is_kept_for_those_who_wait_behind_it() -> 
     store = store_of(4)
     cache, other = (store.create(SHAPE, None, 0.0) for _ in range(2))
     append(store, cache, 16)
-    cut, behind = store.wait_to_cut(cache, 4), store.reserve([(cache, 0, 12)], 0.0)
+    cut, behind = store.wait_to_cut_one(cache, 4), store.reserve([(cache, 0, 12)], 0.0)
     assert store.reserved_pages == 0
-    store.truncate(cache, 4, cut)
+    store.truncate_one(cache, 4, cut)
     store.cancel(cut)
     assert store.reserved_pages == 3
     with pytest.raises(CacheFull):
@@ -148,10 +148,10 @@ def test_who_appends_behind_a_fork_is_promised_the_copy_of_a_page() -> None:
     store = store_of(3)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 3)
-    fork = store.wait_to_fork(cache)
+    fork = store.wait_to_fork_one(cache)
     behind = store.reserve([(cache, 0, 2)], 0.0)
     assert store.reserved_pages == 2
-    forked = store.fork(cache, None, 0.0, waited=fork)
+    forked = store.fork_one(cache, None, 0.0, waited=fork)
     store.cancel(fork)
     assert store.place(behind, 0.0) == [Placement([(0, 1)], [(1, 3, 1), (2, 0, 1)])]
     store.cancel(behind)
@@ -166,14 +166,14 @@ def test_what_was_not_foreseen_gets_what_there_is() -> None:
         store = store_of(4)
         cache, other = (store.create(SHAPE, None, 0.0) for _ in range(2))
         append(store, cache, 3)
-        first, fork = store.reserve([(cache, 0, 1)], 0.0), store.wait_to_fork(cache)
+        first, fork = store.reserve([(cache, 0, 1)], 0.0), store.wait_to_fork_one(cache)
         second = store.reserve([(cache, 0, 4)], 0.0)
         assert store.reserved_pages == 1, "behind a full page"
         append(store, other, 4 * taken_by_others)
         store.place(first, 0.0)
         store.undo(first)
         store.cancel(first)
-        store.fork(cache, None, 0.0, waited=fork)
+        store.fork_one(cache, None, 0.0, waited=fork)
         store.cancel(fork)
         if taken_by_others == 2:
             with pytest.raises(CacheFull):
@@ -229,7 +229,7 @@ def test_a_fork_copies_one_page_when_either_goes_on() -> None:
     store = store_of(8)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 10)
-    fork = store.fork(cache, 5.0, 0.0)
+    fork = store.fork_one(cache, 5.0, 0.0)
     assert (store.free_pages, store.shared_bytes_saved, fork.shared_bytes) == (5, 3 * PAGE_BYTES, 3 * PAGE_BYTES)
     placement = append(store, fork, 3)
     assert placement == Placement([(2, fork.pages(0)[2])], [(fork.pages(0)[2], 2, 2), (fork.pages(0)[3], 0, 1)])
@@ -247,7 +247,7 @@ def test_what_is_known_of_pages_is_known_until_they_change() -> None:
     append(store, cache, 5)
     first = cache.table(0)
     append(store, cache, 2)
-    fork = store.fork(cache, None, 0.0)
+    fork = store.fork_one(cache, None, 0.0)
     assert cache.table(0) is fork.table(0) is first
     reservation = store.reserve([(fork, 0, 1)], 0.0)
     store.place(reservation, 0.0)
@@ -257,7 +257,7 @@ def test_what_is_known_of_pages_is_known_until_they_change() -> None:
     assert fork.table(0).numbers == fork.pages(0) == first.numbers
     append(store, cache, 2)
     assert cache.table(0).numbers == cache.pages(0) != first.numbers, "another page has come"
-    store.truncate(cache, 4)
+    store.truncate_one(cache, 4)
     assert cache.table(0).numbers == cache.pages(0) == first.numbers[:1]
     assert list(first.numbers) == [0, 1], "whoever has it may still read it"
 
@@ -267,7 +267,7 @@ def test_a_page_is_held_until_its_copy_has_been_made() -> None:
     store = store_of(6)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 2)
-    fork = store.fork(cache, None, 0.0)
+    fork = store.fork_one(cache, None, 0.0)
     reservation = store.reserve([(fork, 0, 1)], 0.0)
     [placement] = store.place(reservation, 0.0)
     assert placement.copies == [(0, fork.pages(0)[0])]
@@ -281,7 +281,7 @@ def test_undone_appends_leave_nothing() -> None:
     store = store_of(8)
     cache = store.create(SHAPE, None, 0.0)
     append(store, cache, 6)
-    fork = store.fork(cache, None, 0.0)
+    fork = store.fork_one(cache, None, 0.0)
     reservation = store.reserve([(fork, 0, 7)], 0.0)
     store.place(reservation, 0.0)
     store.undo(reservation)
@@ -308,7 +308,7 @@ def test_appends_are_known_while_they_are_there() -> None:
     store.place(reservation, 0.0, [7, 8])
     store.cancel(reservation)
     assert known(cache) == [[7], [8]]
-    assert known(store.fork(cache, None, 0.0)) == [[], []]
+    assert known(store.fork_one(cache, None, 0.0)) == [[], []]
     reservation = store.reserve([(cache, 0, 1)], 0.0)
     store.place(reservation, 0.0, [9])
     assert known(cache) == [[7, 9], [8]]
@@ -321,9 +321,9 @@ def test_appends_are_known_while_they_are_there() -> None:
     store.place(reservation, 0.0, [10])
     store.cancel(reservation)
     assert known(cache) == [[7], [8, 10]]
-    store.truncate(cache, 3)
+    store.truncate_one(cache, 3)
     assert known(cache) == [[7], [8]]
-    store.truncate(cache, 2)
+    store.truncate_one(cache, 2)
     assert known(cache) == [[], [8]]
 
 

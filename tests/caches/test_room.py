@@ -21,7 +21,7 @@ from google.rpc import error_details_pb2
 from attnserve import Client, InvalidRequestError, OverloadedError
 
 PAGE, PAGES = 4096, 16
-POOL = ("--device", "cpu", "--cache-bytes", str(PAGE * PAGES), "--cache-page-bytes", str(PAGE))
+POOL = ("--device", "cpu", "--cache-bytes", str(PAGE * PAGES), "--cache-page-bytes", str(PAGE), "--max-queue-time", "0")
 PAGE_TOKENS = 32
 """Of 2 heads, 8 wide, float32."""
 
@@ -317,8 +317,9 @@ def test_steps_that_come_together_cost_what_they_would_one_after_the_other(small
         stream.send(
             *(calls.call(n, attend_request(Case(query, query, query), [name], tokens(n, 1))) for n in range(steps))
         )
-        replies = {reply.id: reply.attend for reply in stream.replies(steps)}
-    assert [list(replies[n].cache_lengths) for n in range(steps)] == [[n + 1] for n in range(steps)]
+        replies = {reply.id: reply for reply in stream.replies(steps)}
+    assert not [reply.error for reply in replies.values() if reply.HasField("error")]
+    assert [list(replies[n].attend.cache_lengths) for n in range(steps)] == [[n + 1] for n in range(steps)]
     one_key = 2 * 2 * (8 + 8)
     assert flops() - before == one_key * sum(range(1, steps + 1))
 

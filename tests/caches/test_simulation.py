@@ -71,9 +71,9 @@ class Day:
         elif (chosen := self.found(random.choice(self.caches), now)) is None:
             return
         elif event < 0.92:
-            self.caches.append(store.fork(chosen, random.choice([None, 3600.0]), now))
+            self.caches.append(store.fork_one(chosen, random.choice([None, 3600.0]), now))
         elif event < 0.96:
-            store.truncate(chosen, random.randint(0, max(chosen.lengths)))
+            store.truncate_one(chosen, random.randint(0, max(chosen.lengths)))
         else:
             store.delete(chosen)
         while store.free_pages < self.crowded * PAGES:

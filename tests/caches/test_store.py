@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
@@ -40,7 +40,7 @@ def test_a_cache_is_its_owners() -> None:
     for owner in ("you", None):
         with pytest.raises(NotFound):
             store.get(mine.name, 0.0, owner)
-    fork = store.fork(yours, None, 1.0)
+    fork = store.fork_one(yours, None, 1.0)
     assert fork.owner == "you"
     assert store.list("you", 1.0) == [yours, fork]
 
@@ -49,8 +49,8 @@ def test_a_request_that_is_sent_again_gets_the_cache_that_it_made() -> None:
     store = store_of(4)
     cache = store.create(SHAPE, 10.0, 0.0, "me", b"1")
     assert store.create(SHAPE, 10.0, 1.0, "me", b"1") is cache
-    fork = store.fork(cache, 10.0, 1.0, b"2")
-    assert store.fork(cache, 10.0, 2.0, b"2") is fork
+    fork = store.fork_one(cache, 10.0, 1.0, b"2")
+    assert store.fork_one(cache, 10.0, 2.0, b"2") is fork
     assert (store.counts.created, store.counts.forks, len(store)) == (1, 1, 2)
     others = [store.create(SHAPE, None, 2.0, owner, number) for owner, number in (("you", b"1"), (None, b"1"))]
     assert len({cache, fork, *others}) == 4
@@ -61,13 +61,13 @@ def test_a_request_that_is_sent_again_gets_the_cache_that_it_made() -> None:
 def test_a_fork_that_is_sent_again_gets_the_fork_when_its_parent_is_gone() -> None:
     store = store_of(4)
     parent = store.create(SHAPE, None, 0.0, "me", b"1")
-    fork = store.fork(parent, 10.0, 0.0, b"2")
+    fork = store.fork_one(parent, 10.0, 0.0, b"2")
     store.delete(parent)
 
-    def made(now: float, owner: str = "me", request_id: bytes = b"2") -> Cache | None:
-        return store.made_by(owner, request_id, now, shape=None, parent=parent.name)
+    def made(now: float, owner: str = "me", request_id: bytes = b"2") -> Sequence[Cache] | None:
+        return store.made_by(owner, request_id, now, parents=[parent.name])
 
-    assert made(9.0) is fork
+    assert made(9.0) == [fork]
     assert made(9.0, owner="you") is None
     assert made(9.0, request_id=b"3") is None
     assert made(9.0, request_id=b"") is None
@@ -80,11 +80,11 @@ def test_a_fork_that_is_sent_again_gets_the_fork_when_its_parent_is_gone() -> No
 def test_an_id_that_made_something_else_makes_nothing() -> None:
     store = store_of(4)
     one, other = store.create(SHAPE, None, 0.0, "me", b"1"), store.create(SHAPE, None, 0.0, "me", b"2")
-    store.fork(one, None, 0.0, b"3")
+    store.fork_one(one, None, 0.0, b"3")
     for ask in (
-        lambda: store.fork(other, None, 0.0, b"1"),
-        lambda: store.fork(one, None, 0.0, b"1"),
-        lambda: store.fork(other, None, 0.0, b"3"),
+        lambda: store.fork_one(other, None, 0.0, b"1"),
+        lambda: store.fork_one(one, None, 0.0, b"1"),
+        lambda: store.fork_one(other, None, 0.0, b"3"),
         lambda: store.create(SHAPE, None, 0.0, "me", b"3"),
     ):
         with pytest.raises(InvalidRequest, match="request_id"):
@@ -123,7 +123,7 @@ def test_use_renews_a_lease_and_nothing_else_does() -> None:
     with pytest.raises(NotFound):
         store.reserve([(cache, 0, 1)], 110.0)
     with pytest.raises(NotFound):
-        store.fork(cache, None, 110.0)
+        store.fork_one(cache, None, 110.0)
 
 
 def test_a_renewed_lease_does_not_hide_one_that_has_ended() -> None:
@@ -170,11 +170,11 @@ def test_there_are_as_many_caches_as_there_may_be() -> None:
     store = store_of(4, max_caches=2)
     lasting = store.create(SHAPE, None, 0.0)
     leased = store.create(SHAPE, 3.0, 0.0)
-    for another in (lambda: store.create(SHAPE, None, 1.0), lambda: store.fork(lasting, None, 1.0)):
+    for another in (lambda: store.create(SHAPE, None, 1.0), lambda: store.fork_one(lasting, None, 1.0)):
         with pytest.raises(Overloaded) as error:
             another()
         assert (error.value.bound, error.value.retry_delay) == ("caches", 2.0), "the lease has so much left"
-    fork = store.fork(lasting, None, 3.0)
+    fork = store.fork_one(lasting, None, 3.0)
     assert leased.gone
     assert store.list(None, 3.0) == [lasting, fork]
     assert store.counts.evictions["caches"] == 1
@@ -189,7 +189,8 @@ def test_a_named_caller_leaves_room_for_another() -> None:
 
         def take_all(owner: str = owner, caches: list[Cache] = caches) -> None:
             while True:
-                made = store.fork(caches[0], None, 0.0) if len(caches) % 2 else store.create(SHAPE, None, 0.0, owner)
+                forks = len(caches) % 2
+                made = store.fork_one(caches[0], None, 0.0) if forks else store.create(SHAPE, None, 0.0, owner)
                 caches.append(made)
 
         with pytest.raises(Overloaded, match="its share") as error:
@@ -222,9 +223,9 @@ def test_a_fork_does_not_take_the_room_of_what_it_forks() -> None:
     store = store_of(4, max_caches=1)
     cache = store.create(SHAPE, 3.0, 0.0)
     with pytest.raises(Overloaded):
-        store.fork(cache, None, 2.0)
+        store.fork_one(cache, None, 2.0)
     with pytest.raises(Overloaded):
-        store.fork(cache, None, 100.0)
+        store.fork_one(cache, None, 100.0)
     assert not cache.gone
 
 
@@ -252,12 +253,12 @@ def test_truncation_cuts_every_layer_off() -> None:
     for layer, tokens in enumerate((9, 2, 5)):
         append(store, cache, tokens, layer)
     with pytest.raises(InvalidRequest, match="at most 9"):
-        store.truncate(cache, 10)
-    store.truncate(cache, 4)
+        store.truncate_one(cache, 10)
+    store.truncate_one(cache, 4)
     assert cache.lengths == [4, 2, 4]
     assert [len(cache.pages(layer)) for layer in range(3)] == [1, 1, 1]
     assert (store.tokens, store.free_pages, store.counts.truncations) == (10, 13, 1)
-    store.truncate(cache, 0)
+    store.truncate_one(cache, 0)
     assert (cache.lengths, cache.bytes, store.free_pages) == ([0, 0, 0], 0, 16)
 
 
@@ -308,7 +309,7 @@ def test_a_long_cache_is_forked_in_as_many_steps_as_an_empty_one() -> None:
     store = store_of(25_000)
     empty, long = (store.create(SHAPE, None, 0.0) for _ in range(2))
     append(store, long, 100_000)
-    assert calls_of(lambda: store.fork(long, None, 0.0)) == calls_of(lambda: store.fork(empty, None, 0.0))
+    assert calls_of(lambda: store.fork_one(long, None, 0.0)) == calls_of(lambda: store.fork_one(empty, None, 0.0))
 
 
 def test_the_pages_of_all_layers_are_counted_and_released_together() -> None:
@@ -358,7 +359,7 @@ def test_a_request_that_was_given_up_makes_nothing() -> None:
     store = store_of(4)
     made = store.create(SHAPE, None, 0.0, "me", b"1")
     yours = store.create(SHAPE, None, 0.0, "you", b"1")
-    fork = store.fork(made, None, 0.0, b"2")
+    fork = store.fork_one(made, None, 0.0, b"2")
     for request_id in (b"1", b"2", b"3"):
         store.give_up("me", request_id, 1.0)
     assert (made.gone, fork.gone, yours.gone) == (True, True, False)
@@ -367,7 +368,7 @@ def test_a_request_that_was_given_up_makes_nothing() -> None:
         with pytest.raises(Cancelled):
             store.create(SHAPE, None, GIVEN_UP_SECONDS, "me", request_id)
         with pytest.raises(Cancelled):
-            store.fork(other, None, GIVEN_UP_SECONDS, request_id)
+            store.fork_one(other, None, GIVEN_UP_SECONDS, request_id)
     assert store.create(SHAPE, None, 2.0, "you", b"1") is yours
     assert store.list("me", 2.0) == [other]
     assert store.create(SHAPE, None, 1.0 + GIVEN_UP_SECONDS, "me", b"3") is not other

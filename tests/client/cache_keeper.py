@@ -79,7 +79,7 @@ class Keeper:
         """By method, what to do before a request is carried out."""
         self.after: dict[str, Callable[[Any, grpc.ServicerContext], object]] = {}
         """By method, what to do with a reply before it is sent."""
-        self._made: dict[bytes | str, Kept] = {}
+        self._made: dict[bytes | str, list[Kept]] = {}
         """By request id, or by alias."""
         self._lock = threading.Lock()
         self._names = iter(f"cache-{number}" for number in range(10_000))
@@ -160,7 +160,7 @@ class Keeper:
     def _create(self, request: caches_pb2.CacheServiceCreateRequest) -> Message:
         assert bool(request.request_id) != bool(request.alias)
         if (made := self._made.get(request.request_id or request.alias)) is not None:
-            return caches_pb2.CacheServiceCreateResponse(cache=made.describe())
+            return caches_pb2.CacheServiceCreateResponse(cache=made[0].describe())
         info = caches_pb2.Cache(
             name=next(self._names),
             num_kv_heads=request.num_kv_heads,
@@ -175,7 +175,7 @@ class Keeper:
             info.remaining.CopyFrom(request.ttl)
         empty = np.empty((info.num_kv_heads, 0, info.head_dim)), np.empty((info.num_kv_heads, 0, info.value_dim))
         kept = self.caches[info.name] = Kept(info, [empty] * info.layers)
-        self._made[request.request_id or request.alias] = kept
+        self._made[request.request_id or request.alias] = [kept]
         return caches_pb2.CacheServiceCreateResponse(cache=kept.describe())
 
     def _append(self, request: caches_pb2.CacheServiceAppendRequest) -> Message:
@@ -197,33 +197,40 @@ class Keeper:
 
     def _fork(self, request: caches_pb2.CacheServiceForkRequest) -> Message:
         if (made := self._made.get(request.request_id)) is not None:
-            return caches_pb2.CacheServiceForkResponse(cache=made.describe())
-        kept = self._find(request.name)
-        info = kept.describe()
-        info.name = next(self._names)
-        if request.HasField("ttl"):
-            info.ttl.CopyFrom(request.ttl)
-        fork = self.caches[info.name] = self._made[request.request_id] = Kept(info, list(kept.layers))
-        return caches_pb2.CacheServiceForkResponse(cache=fork.describe())
+            return caches_pb2.CacheServiceForkResponse(caches=[fork.describe() for fork in made])
+        self._made[request.request_id] = forks = []
+        for kept in [self._find(name) for name in request.names]:
+            info = kept.describe()
+            info.name = next(self._names)
+            if request.HasField("ttl"):
+                info.ttl.CopyFrom(request.ttl)
+            self.caches[info.name] = fork = Kept(info, list(kept.layers))
+            forks.append(fork)
+        return caches_pb2.CacheServiceForkResponse(caches=[fork.describe() for fork in forks])
 
     def _truncate(self, request: caches_pb2.CacheServiceTruncateRequest) -> Message:
-        kept = self._find(request.name)
-        longest = max(kept.describe().lengths)
-        assert request.HasField("length")
-        assert request.HasField("expected_length")
-        assert request.truncation_id
-        if request.truncation_id in kept.truncations:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest), truncated="true")
-        if longest != request.expected_length:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest))
-        if longest < request.length:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
-        kept.layers = [(key[:, : request.length], value[:, : request.length]) for key, value in kept.layers]
+        for each in request.truncations:
+            kept = self._find(each.name)
+            longest = max(kept.describe().lengths)
+            assert each.HasField("length")
+            assert each.HasField("expected_length")
+            assert each.truncation_id
+            if each.truncation_id in kept.truncations:
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest), truncated="true")
+            if longest != each.expected_length:
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, length=str(longest))
+            if longest < each.length:
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
+        return caches_pb2.CacheServiceTruncateResponse(caches=map(self._cut, request.truncations))
+
+    def _cut(self, truncation: caches_pb2.Truncation) -> caches_pb2.Cache:
+        kept, length = self._find(truncation.name), truncation.length
+        kept.layers = [(key[:, :length], value[:, :length]) for key, value in kept.layers]
         kept.appends = [
-            {append_id: end for append_id, end in appends.items() if end <= request.length} for appends in kept.appends
+            {append_id: end for append_id, end in appends.items() if end <= length} for appends in kept.appends
         ]
-        kept.truncations.add(request.truncation_id)
-        return caches_pb2.CacheServiceTruncateResponse(cache=kept.describe())
+        kept.truncations.add(truncation.truncation_id)
+        return kept.describe()
 
     def _get(self, request: caches_pb2.CacheServiceGetRequest) -> Message:
         return caches_pb2.CacheServiceGetResponse(cache=self._find(request.name).describe())
@@ -242,7 +249,7 @@ class Keeper:
         for name in request.names:
             self.caches.pop(name, None)
         for request_id in request.request_ids:
-            if (made := self._made.pop(request_id, None)) is not None:
+            for made in self._made.pop(request_id, ()):
                 self.caches.pop(made.info.name, None)
         return caches_pb2.CacheServiceDeleteResponse()
 

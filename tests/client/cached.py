@@ -55,7 +55,7 @@ class Blocking:
         def call(*arguments: Any, **options: Any) -> Any:
             async def run() -> Any:
                 plain = {name: self._bare(value) for name, value in options.items()}
-                result = method(*arguments, **plain)
+                result = method(*map(self._bare, arguments), **plain)
                 return await result if inspect.isawaitable(result) else result
 
             return self._wrapped(self.runner.run(run()))
@@ -68,6 +68,8 @@ class Blocking:
         return value.target if isinstance(value, Blocking) else value
 
     def _wrapped(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(self._wrapped, value))
         return Blocking(value, self.runner) if isinstance(value, AsyncCache | AsyncCaches) else value
 
 

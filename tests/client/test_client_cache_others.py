@@ -18,6 +18,7 @@ from attnserve import (
     DeadlineExceededError,
     FailedPreconditionError,
 )
+from attnserve._caching import plans
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -110,10 +111,21 @@ def test_another_ones_append_behind_ours_hides_it_from_nobody(client: Any, keepe
     assert cache.length == 5
 
 
-def test_a_layer_behind_whose_tokens_others_are_tells_of_the_cache_that_could_not_be_cut(
-    client: Any, keeper: Keeper
+@pytest.mark.parametrize(
+    ("at_once", "error", "lengths"), [(256, (3, True), [3, 5]), (2, (3, True), [3, 5]), (1, (5, False), [0, 5])]
+)
+def test_a_layer_behind_whose_tokens_others_are_is_applied_no_further(
+    client: Any,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+    error: tuple[int, bool],
+    lengths: list[int],
 ) -> None:
-    """Ours are in neither cache as they were then: the first has been truncated, so none may be said to be appended."""
+    """Ours stay in all caches, and are said to be there. If there are more caches than are truncated at once, and some
+    have been, the error tells of the one that could not be, and none is said to have ours.
+    """
+    monkeypatch.setattr(plans, "_AT_ONCE", at_once)
     caches = [client.create_cache(1, D) for _ in range(2)]
     theirs = KEYS[0, :1, :2]
 
@@ -125,8 +137,8 @@ def test_a_layer_behind_whose_tokens_others_are_tells_of_the_cache_that_could_no
     keeper.after["Apply"] = somebody_else
     with pytest.raises(FailedPreconditionError) as caught:
         client.apply("decoder", normal(0, 2, 3, D), caches=caches)
-    assert (caught.value.actual_length, caught.value.appended) == (5, False)
-    assert [keeper.caches[cache.name].layers[0][0].shape[1] for cache in caches] == [0, 5]
+    assert (caught.value.actual_length, caught.value.appended) == error
+    assert [keeper.caches[cache.name].layers[0][0].shape[1] for cache in caches] == lengths
 
 
 @pytest.mark.parametrize("method", ["Append", "Attend", "Apply"])

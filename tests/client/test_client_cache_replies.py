@@ -22,6 +22,12 @@ def changes(change: Callable[[Any], object]) -> Callable[[Any, grpc.ServicerCont
     return lambda answer, context: change(answer)
 
 
+def told(answer: Any) -> pb.Cache:
+    """The cache that a reply describes, or the first of them."""
+    cache: pb.Cache = answer.cache if hasattr(answer, "cache") else answer.caches[0]
+    return cache
+
+
 @pytest.mark.parametrize("length", [0, 2, 4, 2**64 - 1])
 def test_an_append_after_which_a_layer_has_another_length(client: Any, keeper: Keeper, length: int) -> None:
     """Zero is what an empty message says."""
@@ -95,7 +101,7 @@ def test_the_description_of_another_cache(client: Any, keeper: Keeper, method: s
     cache = client.create_cache(H, D)
     cache.append(*part(0, 2))
     value, said = OTHERS[field]
-    keeper.after[method] = changes(lambda answer: setattr(answer.cache, field, value))
+    keeper.after[method] = changes(lambda answer: setattr(told(answer), field, value))
     asks = {
         "Create": [lambda: client.create_cache(H, D)],
         "Fork": [cache.fork],
@@ -112,7 +118,7 @@ def test_a_cache_of_another_name(client: Any, keeper: Keeper) -> None:
     """The names are shown in part."""
     cache = client.create_cache(H, D)
     for method in ("Get", "Truncate"):
-        keeper.after[method] = changes(lambda answer: setattr(answer.cache, "name", "another"))
+        keeper.after[method] = changes(lambda answer: setattr(told(answer), "name", "another"))
     asks: list[Callable[[], object]] = [cache.info, cache.refresh, lambda: cache.truncate(0)]
     asks += [lambda: client.open_cache(cache.name), lambda: client.caches.get(cache.name)]
     for ask in asks:
@@ -124,8 +130,8 @@ def test_a_cache_with_more_layers(client: Any, keeper: Keeper) -> None:
     cache = client.create_cache(H, D)
 
     def widen(answer: Any) -> None:
-        answer.cache.layers += 1
-        answer.cache.lengths.append(0)
+        told(answer).layers += 1
+        told(answer).lengths.append(0)
 
     for method in ("Create", "Fork", "Truncate", "Get"):
         keeper.after[method] = changes(widen)
@@ -138,9 +144,33 @@ def test_a_cache_with_more_layers(client: Any, keeper: Keeper) -> None:
 
 def test_a_fork_that_is_the_cache_itself(client: Any, keeper: Keeper) -> None:
     cache = client.create_cache(H, D)
-    keeper.after["Fork"] = changes(lambda answer: setattr(answer.cache, "name", cache.name))
-    with pytest.raises(ProtocolError, match=r"^name: expected that of another cache"):
+    keeper.after["Fork"] = changes(lambda answer: setattr(answer.caches[0], "name", cache.name))
+    with pytest.raises(ProtocolError, match=r"^name: expected that of another cache, .* with that of a forked one$"):
         cache.fork()
+
+
+def test_forks_that_are_the_same_cache(client: Any, keeper: Keeper) -> None:
+    caches = [client.create_cache(H, D) for _ in range(2)]
+    keeper.after["Fork"] = changes(lambda answer: setattr(answer.caches[1], "name", answer.caches[0].name))
+    with pytest.raises(ProtocolError, match=r"a forked one or of an earlier fork$"):
+        client.caches.fork(caches)
+
+
+@pytest.mark.parametrize("method", ["Fork", "Truncate"])
+@pytest.mark.parametrize("found", [0, 1, 3])
+def test_another_number_of_caches(client: Any, keeper: Keeper, method: str, found: int) -> None:
+    caches = [client.create_cache(H, D) for _ in range(2)]
+    caches[0].append(*part(0, 2))
+
+    def change(answer: Any) -> None:
+        told = [*answer.caches, *answer.caches]
+        del answer.caches[:]
+        answer.caches.extend(told[:found])
+
+    keeper.after[method] = changes(change)
+    with pytest.raises(ProtocolError, match=rf"^caches: expected 2, the server replied with {found}$"):
+        client.caches.fork(caches) if method == "Fork" else client.caches.truncate(caches, 0)
+    assert [cache.length for cache in caches] == [2, 0]
 
 
 @pytest.mark.parametrize("length", [0, 2])
@@ -151,7 +181,7 @@ def test_a_truncation_after_which_the_longest_layer_has_another_length(
     cache.append(*part(0, 2))
 
     def lengthen(answer: Any) -> None:
-        answer.cache.lengths[0] = length
+        answer.caches[0].lengths[0] = length
 
     keeper.after["Truncate"] = changes(lengthen)
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_what_types_signatures_name_can_be_imported() -> None:
 
 def test_the_caches_and_layers_of_a_server() -> None:
     for kind in (Caches, AsyncCaches):
-        assert public(kind) == {"delete", "get", "list", "pool"}
+        assert public(kind) == {"delete", "fork", "get", "list", "pool", "truncate"}
     for kind in (Layers, AsyncLayers):
         assert public(kind) == {"get", "list", "load", "unload"}
 

@@ -59,6 +59,8 @@ ASKS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "Caches.list": lambda client, cache: client.caches.list(),
     "Caches.pool": lambda client, cache: client.caches.pool(),
     "Caches.get": lambda client, cache: client.caches.get("cache"),
+    "Caches.fork": lambda client, cache: client.caches.fork([cache]),
+    "Caches.truncate": lambda client, cache: client.caches.truncate([cache], 1),
     "Caches.delete": lambda client, cache: client.caches.delete("cache"),
     "Layers.list": lambda client, cache: client.layers.list(),
     "Layers.get": lambda client, cache: client.layers.get("layer"),

@@ -57,7 +57,7 @@ ANYTHING_GOES: Final[dict[str, set[str]]] = {
     # too. Unknown ids are ignored, and so, by the standard, is a malformed trace context.
     STREAM: {"cancel", "calls.apply", "calls.traceparent", "calls.tracestate"},
     APPEND: {"append_id", "length_first"},  # an unused id just identifies another append
-    TRUNCATE: {"truncation_id"},
+    TRUNCATE: {"truncations.truncation_id"},
     "CacheService/List": {"page_size"},  # 0 and what is too large stand for the most
     # Deleting names that do not exist is no error.
 }
@@ -279,20 +279,24 @@ def of_caches() -> Iterator[Case]:
         yield Case(method, "", "ttl.seconds", -(2**63))
         yield Case(method, "", "ttl.nanos", 10**9)
         yield Case(method, "", "ttl.nanos", -(2**31))
-    for method in (APPEND, FORK, TRUNCATE, "CacheService/Get"):
-        yield Case(method, "", "name", "")
-        yield Case(method, "", "name", "nothing", "", NOT_FOUND, "NOT_FOUND")
-    for method in (APPEND, TRUNCATE):
-        yield Case(method, "", "expected_length", 2**64 - 1, "", PRECONDITION, "UNEXPECTED_LENGTH")
+    for method, path in ((APPEND, "name"), ("CacheService/Get", "name"), (TRUNCATE, "truncations[0].name")):
+        yield Case(method, "", path, "")
+        yield Case(method, "", path, "nothing", "", NOT_FOUND, "NOT_FOUND")
+    for method, path in ((APPEND, "expected_length"), (TRUNCATE, "truncations[0].expected_length")):
+        yield Case(method, "", path, 2**64 - 1, "", PRECONDITION, "UNEXPECTED_LENGTH")
+    yield Case(FORK, "", "names", [])
+    yield Case(FORK, "", "names", [""], "names[0]")
+    yield Case(FORK, "", "names", ["nothing"], "", NOT_FOUND, "NOT_FOUND")
+    yield Case(FORK, "", "names", ["nothing"] * 257)
     yield Case(APPEND, "", "layer", 1)
     yield Case(APPEND, "", "layer", 2**32 - 1)
     yield from (Case(APPEND, "", field, UNSET) for field in ("key", "value"))
     yield Case(APPEND, "", "key", tensor(HK, 1, D), "value.shape")
     yield Case(APPEND, "", "key", tensor(HK + 1, 0, D), "key.shape")
     yield Case(APPEND, "", "value", tensor(HK, 0, D, dtype=np.float16), "value.dtype")
-    yield Case(TRUNCATE, "", "length", UNSET)
-    yield Case(TRUNCATE, "", "length", S + 1)
-    yield Case(TRUNCATE, "", "length", 2**64 - 1)
+    yield Case(TRUNCATE, "", "truncations[0].length", UNSET)
+    yield Case(TRUNCATE, "", "truncations[0].length", S + 1)
+    yield Case(TRUNCATE, "", "truncations[0].length", 2**64 - 1)
     for token in ("-1", "²", "1" * 21, "x"):
         yield Case("CacheService/List", "", "page_token", token)
     yield Case("CacheService/Delete", "", "names", [])
@@ -361,6 +365,8 @@ def rename(message: Any, names: dict[str, str]) -> None:
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             for inner in value if field.is_repeated else (value,):
                 rename(inner, names)
+        elif field.name == "names":
+            value[:] = [names.get(name, name) for name in value]
         elif field.name == "name" and value in names:
             setattr(message, field.name, names[value])
 

@@ -115,6 +115,10 @@ class Recorder:
         self.calls.append(stated | {"query": query} | dict(zip(("key", "value"), states, strict=bool(states))))
         return self.client.attend(query, *states, **options)
 
+    @property
+    def caches(self) -> Any:
+        return self.client.caches
+
     def create_cache(self, *sizes: int, **options: Any) -> Any:
         return self.client.create_cache(*sizes, **options)
 

@@ -72,7 +72,7 @@ class Decoding:
 
     def fork(self, cache: Cache) -> Cache:
         """One that shares everything."""
-        return self.store.fork(cache, None, FOREVER)
+        return self.store.fork_one(cache, None, FOREVER)
 
     def run(self, *requests: Sequence[Part], by_blocks: bool = False) -> list[torch.Tensor]:
         """The outputs of all parts of requests, which are computed together; `by_blocks`: not in one call."""

@@ -182,7 +182,7 @@ def assert_reads_steps_as_others_do(of: Stepping, message: bytes) -> int:
             assert append_id % 2**64 == reference.append_id
     answers = of.answer(message)
     for name, length in lengths.items():
-        of.store.truncate(of.store.get(name, 0.0), length)
+        of.store.truncate_one(of.store.get(name, 0.0), length)
     if answers is not None:
         for answer, call in zip(answers, parsed.calls, strict=True):
             expected_answer = of.ordinary(call.attend)
@@ -192,7 +192,7 @@ def assert_reads_steps_as_others_do(of: Stepping, message: bytes) -> int:
                 reply.ClearField("batch_size")
             assert answer == expected_answer
             for name, length in lengths.items():
-                of.store.truncate(of.store.get(name, 0.0), length)
+                of.store.truncate_one(of.store.get(name, 0.0), length)
     return asked.requests
 
 

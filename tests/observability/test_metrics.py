@@ -315,12 +315,12 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store.place(reservation, 0.0)
     assert read("cache_appends_total") == 0, "it may yet be undone"
     store.cancel(reservation)
-    fork = store.fork(cache, 100.0, 1.0)
+    fork = store.fork_one(cache, 100.0, 1.0)
     assert pool() == [7, 0, 3]
     assert [read(name) for name in ("caches", "cache_tokens", "cache_forks_total")] == [2, 18, 1]
     assert read("cache_shared_bytes_saved") == 3 * PAGE_BYTES
     assert [read(f"cache_{name}_total") for name in ("creations", "appends", "appended_tokens")] == [1, 1, 9]
-    store.truncate(fork, 4)
+    store.truncate_one(fork, 4)
     assert read("cache_truncations_total") == 1
     assert read("cache_shared_bytes_saved") == PAGE_BYTES
     now = 50.0
@@ -337,13 +337,13 @@ def test_what_happens_to_caches_is_counted_by_kind(metrics: Metrics) -> None:
     store = store_of(100)
     metrics.watch_caches(store, lambda: 0.0)
     caches = [store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=0.0) for _ in range(6)]
-    forks = [store.fork(caches[0], None, 0.0) for _ in range(5)]
+    forks = [store.fork_one(caches[0], None, 0.0) for _ in range(5)]
     for cache in caches[:4]:
         reservation = store.reserve([(cache, 0, 9)], 0.0)
         store.place(reservation, 0.0)
         store.cancel(reservation)
     for cache in caches[:3]:
-        store.truncate(cache, 4)
+        store.truncate_one(cache, 4)
     for cache in forks[:2]:
         store.delete(cache)
     names = ("creations", "forks", "appends", "appended_tokens", "truncations", "deletions")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
@@ -106,13 +106,7 @@ class Cache(Handle):
         """Makes another cache with the same content, in constant time: existing content is shared, and what either
         appends is its own. `ttl` as in `Client.create_cache`, by default that of this cache.
         """
-        rpc, seconds = cache_requests.fork(self._state.info, ttl), self._calls.seconds(timeout)
-        with Making(rpc, self._calls.tell) as making:
-            making.at(self._state.home)
-            info = self._calls.perform(plans.fork(self._state, rpc, seconds))
-            cache = Cache(self._client, info, self._state.home)
-            making.done()
-        return cache
+        return _fork(self._client, (self._state,), ttl, timeout)[0]
 
     def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as if what came after had never been appended. Layers that are shorter stay
@@ -191,13 +185,7 @@ class AsyncCache(Handle):
         """Makes another cache with the same content, in constant time, as `Cache.fork` does. It can be entered as with
         `AsyncClient.create_cache`.
         """
-        rpc, seconds = cache_requests.fork(self._state.info, ttl), self._calls.seconds(timeout)
-        with Making(rpc, self._calls.tell) as making:
-            making.at(self._state.home)
-            info = await self._calls.carry_out(plans.fork(self._state, rpc, seconds))
-            cache = AsyncCache(self._client, info, self._state.home)
-            making.done()
-        return cache
+        return (await _fork_soon(self._client, (self._state,), ttl, timeout))[0]
 
     async def truncate(self, length: int, *, timeout: Timeout = ...) -> None:
         """Cuts the cache off at a length, as `Cache.truncate` does."""
@@ -234,8 +222,9 @@ class Caches:
     `AttnServeError`.
     """
 
-    def __init__(self, calls: thread_calls.Calls) -> None:
-        self._calls = calls
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._calls = client._calls
 
     def list(self, *, timeout: Timeout = ...) -> tuple[CacheInfo, ...]:
         """All caches of the caller, by server and in order of creation. Renews no lease."""
@@ -251,6 +240,25 @@ class Caches:
         while not listing.is_complete:
             listing.add(self._calls.ask(listing.rpc, listing.left, home, given=listing.timeout))
         return listing.pages
+
+    def fork(
+        self, caches: Cache | Iterable[Cache], ttl: float | None = None, *, timeout: Timeout = ...
+    ) -> tuple[Cache, ...]:
+        """Makes other caches with the same content, in one request, all or none: one for each that is given, in their
+        order, and several of a cache that is given several times (as the beams of a search go on). At most 256, on one
+        server. Otherwise everything is as with `Cache.fork`.
+        """
+        return _fork(self._client, plans.to_fork(self._calls.turns, caches), ttl, timeout)
+
+    def truncate(
+        self, caches: Cache | Iterable[Cache], lengths: int | Sequence[int], *, timeout: Timeout = ...
+    ) -> None:
+        """Cuts caches off, in one request, all or none: each at a length of its own (as the tokens of a draft model are
+        accepted or not), or all at one. At most 256, on one server, each once. Otherwise everything is as with
+        `Cache.truncate`.
+        """
+        seconds = self._calls.seconds(timeout)
+        self._calls.perform(plans.truncate_all(self._calls.turns, caches, lengths, seconds))
 
     def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
@@ -281,8 +289,9 @@ class Caches:
 class AsyncCaches:
     """The caller's caches on all servers: `AsyncClient.caches`. Everything is as with `Caches`, awaited."""
 
-    def __init__(self, calls: task_calls.Calls) -> None:
-        self._calls = calls
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._calls = client._calls
 
     async def list(self, *, timeout: Timeout = ...) -> tuple[CacheInfo, ...]:
         """All caches of the caller, by server and in order of creation. Renews no lease."""
@@ -298,6 +307,19 @@ class AsyncCaches:
         while not listing.is_complete:
             listing.add(await self._calls.ask(listing.rpc, listing.left, home, given=listing.timeout))
         return listing.pages
+
+    async def fork(
+        self, caches: AsyncCache | Iterable[AsyncCache], ttl: float | None = None, *, timeout: Timeout = ...
+    ) -> tuple[AsyncCache, ...]:
+        """Makes other caches with the same content, in one request, all or none, as `Caches.fork` does."""
+        return await _fork_soon(self._client, plans.to_fork(self._calls.turns, caches), ttl, timeout)
+
+    async def truncate(
+        self, caches: AsyncCache | Iterable[AsyncCache], lengths: int | Sequence[int], *, timeout: Timeout = ...
+    ) -> None:
+        """Cuts caches off, in one request, all or none, as `Caches.truncate` does."""
+        seconds = self._calls.seconds(timeout)
+        await self._calls.carry_out(plans.truncate_all(self._calls.turns, caches, lengths, seconds))
 
     async def get(self, name: str, *, timeout: Timeout = ...) -> CacheInfo:
         """Describes one cache. Does not renew its lease. `NotFoundError` if the caller has no cache of that name, and
@@ -320,6 +342,32 @@ class AsyncCaches:
                 failures.append(error)
         if failures:
             raise _in_vain(failures)
+
+
+def _fork(client: Client, states: Sequence[CacheState], ttl: float | None, timeout: Timeout) -> tuple[Cache, ...]:
+    """Forks caches of one server."""
+    calls, home = client._calls, states[0].home
+    rpc, seconds = cache_requests.fork([state.info for state in states], ttl), calls.seconds(timeout)
+    with Making(rpc, calls.tell) as making:
+        making.at(home)
+        infos = calls.perform(plans.fork(states, rpc, seconds))
+        forks = tuple(Cache(client, info, home) for info in infos)
+        making.done()
+    return forks
+
+
+async def _fork_soon(
+    client: AsyncClient, states: Sequence[CacheState], ttl: float | None, timeout: Timeout
+) -> tuple[AsyncCache, ...]:
+    """The same for asyncio."""
+    calls, home = client._calls, states[0].home
+    rpc, seconds = cache_requests.fork([state.info for state in states], ttl), calls.seconds(timeout)
+    with Making(rpc, calls.tell) as making:
+        making.at(home)
+        infos = await calls.carry_out(plans.fork(states, rpc, seconds))
+        forks = tuple(AsyncCache(client, info, home) for info in infos)
+        making.done()
+    return forks
 
 
 def find(calls: thread_calls.Calls, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from attnserve._caching.state import CacheState, Handle, Handles
 from attnserve._caching.turns import Turns
@@ -35,7 +35,7 @@ from attnserve._requests import arguments, cache_requests
 from attnserve._requests.apply import ApplyCall, ApplyOptions, encode_apply
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendCall, AttendOptions, encode_attend
-from attnserve._requests.cache_requests import AppendLayout, CacheInfo
+from attnserve._requests.cache_requests import AppendLayout, CacheInfo, Truncation
 from attnserve._requests.call import EncodedCall
 from attnserve._requests.result import AttentionResult, LayerResult
 from attnserve._rpc import Rpc
@@ -48,6 +48,9 @@ Request: TypeAlias = EncodedCall[Any] | Rpc[Any, Any]
 
 Steps: TypeAlias = Generator[Request, Any, T]
 """Yields requests, is sent their results, and returns the result of the operation."""
+
+_AT_ONCE: Final = 256
+"""The most caches that a server truncates in one request."""
 
 
 class Plan(NamedTuple, Generic[T]):
@@ -93,17 +96,38 @@ def append(
 def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None]:
     """Truncates all layers to a length."""
     length = arguments.count("length", length, 0, 63)
-
-    def steps() -> Steps[None]:
-        cache.writes = True
-        cache.tokens[:] = yield from _cut(cache, length, max(cache.tokens))
-
-    return Plan(steps(), (cache,), True, timeout)
+    return Plan(_truncating((cache,), (length,)), (cache,), True, timeout)
 
 
-def fork(cache: CacheState, rpc: Rpc[Any, CacheInfo], timeout: float | None) -> Plan[CacheInfo]:
-    """Makes another cache with the same content, by `rpc`, a request to fork it."""
-    return Plan(_one(rpc), (cache,), False, timeout)
+def truncate_all(turns: Turns, caches: Handles, lengths: int | Sequence[int], timeout: float | None) -> Plan[None]:
+    """Truncates caches to lengths of their own, or to one for all."""
+    states = _checked(turns, caches)
+    if isinstance(lengths, Iterable):
+        each = [arguments.count(f"lengths[{index}]", length, 0, 63) for index, length in enumerate(lengths)]
+    else:
+        each = [arguments.count("lengths", lengths, 0, 63)] * len(states)
+    if len(each) != len(states):
+        raise InvalidRequestError(
+            f"lengths: expected {len(states)}, one for each cache, found {len(each)}", field="lengths"
+        )
+    return Plan(_truncating(states, each), states, True, timeout)
+
+
+def _truncating(states: Sequence[CacheState], lengths: Sequence[int]) -> Steps[None]:
+    _write(states)
+    after = yield from _cut(states, lengths, [max(state.tokens) for state in states])
+    for state, tokens in zip(states, after, strict=True):
+        state.tokens[:] = tokens
+
+
+def to_fork(turns: Turns, caches: Handles) -> Sequence[CacheState]:
+    """The states of caches that are to be forked, each as often as it is given."""
+    return _checked(turns, caches, repeated=True)
+
+
+def fork(states: Sequence[CacheState], rpc: Rpc[Any, T], timeout: float | None) -> Plan[T]:
+    """Makes other caches with the same content, by `rpc`, a request to fork them."""
+    return Plan(_one(rpc), list(dict.fromkeys(states)), False, timeout)
 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
@@ -194,13 +218,14 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
             if not error.appended:
                 raise
             appended: FailedPreconditionError | None = error
-        for state, length, found in zip(states, before, _after(before, call.appends), strict=True):
-            if found > length:
-                try:
-                    yield from _cut(state, length, found)
-                except FailedPreconditionError as longer:  # another writer has appended behind us
-                    raise appended or longer from None
-                appended = None  # what was appended is no longer in all caches, so `error` is not true any more
+        longer = [each for each in zip(states, before, _after(before, call.appends), strict=True) if each[2] > each[1]]
+        for first in range(0, len(longer), _AT_ONCE):
+            some, lengths, found = zip(*longer[first : first + _AT_ONCE], strict=True)
+            try:
+                yield from _cut(some, lengths, found)
+            except FailedPreconditionError as even_longer:  # another writer has appended behind us
+                raise appended or even_longer from None
+            appended = None  # what was appended is no longer in all caches, so `error` is not true any more
     for state, length in zip(states, _lengths(result, states), strict=True):
         state.tokens[:] = [length] * len(state.tokens)
     return result
@@ -211,15 +236,23 @@ def _one(rpc: Rpc[Any, T]) -> Steps[T]:
     return cast(T, (yield rpc))
 
 
-def _cut(cache: CacheState, length: int, expected: int) -> Steps[Sequence[int]]:
-    """Truncates a cache to a length, once. The result is the lengths of its layers after that."""
+def _cut(
+    states: Sequence[CacheState], lengths: Sequence[int], expected: Sequence[int]
+) -> Steps[Sequence[Sequence[int]]]:
+    """Truncates caches to lengths of their own, all or none, and once. The result is the lengths of their layers after
+    that.
+    """
+    truncations = [
+        Truncation(state.info, length, before, next(state.ids))
+        for state, length, before in zip(states, lengths, expected, strict=True)
+    ]
     try:
-        info: CacheInfo = yield cache_requests.truncate(cache.info, length, expected, next(cache.ids))
+        infos: Sequence[CacheInfo] = yield cache_requests.truncate(truncations)
     except FailedPreconditionError as error:
         if not error.truncated:
             raise
-        return [min(tokens, length) for tokens in cache.tokens]
-    return info.lengths
+        return [[min(tokens, length) for tokens in state.tokens] for state, length in zip(states, lengths, strict=True)]
+    return [info.lengths for info in infos]
 
 
 def _after(before: Sequence[int], appends: Sequence[int]) -> list[int]:
@@ -268,9 +301,9 @@ def one_or_many(cache: Handle | None, caches: Handles | None) -> Handles | None:
     return caches if cache is None else cache
 
 
-def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
+def _checked(turns: Turns, caches: Handles, *, repeated: bool = False) -> Sequence[CacheState]:
     """The states of the caches, in the order of the sequences. InvalidRequestError if there are none, if they have no
-    order, if one is there twice, or if not all are of this client and on one server.
+    order, if one is there twice (unless they may be `repeated`), or if not all are of this client and on one server.
     """
     if isinstance(caches, Handle) and caches._state.turns is turns:
         return (caches._state,)
@@ -294,7 +327,7 @@ def _checked(turns: Turns, caches: Handles) -> Sequence[CacheState]:
         raise InvalidRequestError(
             f"caches: expected caches of one server, found some at {found}; {helps}", field="caches"
         )
-    if len({state.info.name for state in states}) < len(states):
+    if not repeated and len({state.info.name for state in states}) < len(states):
         raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
     return states
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -197,21 +197,31 @@ def _one_sequence(field: str, value: ArrayLike) -> Array:
     return array
 
 
-def fork(cache: CacheInfo, ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, CacheInfo]:
-    """Makes another cache with the same content."""
-    request = pb.CacheServiceForkRequest(name=cache.name, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
-    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, partial(_forked, cache))
+def fork(caches: Sequence[CacheInfo], ttl: float | None) -> Rpc[pb.CacheServiceForkResponse, list[CacheInfo]]:
+    """Makes other caches with the same content, as many as are given."""
+    names = [cache.name for cache in caches]
+    request = pb.CacheServiceForkRequest(names=names, ttl=_duration(ttl), request_id=secrets.token_bytes(_ID_BYTES))
+    return Rpc(_SERVICE + "Fork", request, pb.CacheServiceForkResponse, partial(_forks, caches))
 
 
-def truncate(
-    cache: CacheInfo, length: int, expected_length: int, truncation_id: int
-) -> Rpc[pb.CacheServiceTruncateResponse, CacheInfo]:
-    """Truncates all layers to a length; `expected_length` is that of the longest."""
-    request = pb.CacheServiceTruncateRequest(
-        name=cache.name, length=length, expected_length=expected_length, truncation_id=truncation_id
-    )
-    read = partial(_only_cache, {"name": cache.name, **_shape(cache)}, length)
-    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, read)
+class Truncation(NamedTuple):
+    """Where to cut off a cache."""
+
+    cache: CacheInfo
+    length: int
+    expected_length: int
+    """That of its longest layer."""
+    truncation_id: int
+
+
+def truncate(truncations: Sequence[Truncation]) -> Rpc[pb.CacheServiceTruncateResponse, list[CacheInfo]]:
+    """Truncates all layers of caches, each of which is given once."""
+    messages = [
+        pb.Truncation(name=cache.name, length=length, expected_length=expected, truncation_id=truncation_id)
+        for cache, length, expected, truncation_id in truncations
+    ]
+    request = pb.CacheServiceTruncateRequest(truncations=messages)
+    return Rpc(_SERVICE + "Truncate", request, pb.CacheServiceTruncateResponse, partial(_truncated, truncations))
 
 
 def get(cache: str | CacheInfo) -> Rpc[pb.CacheServiceGetResponse, CacheInfo]:
@@ -281,17 +291,17 @@ def _shape(cache: CacheInfo) -> dict[str, Any]:
 
 
 def _only_cache(
-    expected: dict[str, Any],
-    longest: int | None,
-    response: pb.CacheServiceCreateResponse
-    | pb.CacheServiceForkResponse
-    | pb.CacheServiceTruncateResponse
-    | pb.CacheServiceGetResponse,
+    expected: dict[str, Any], longest: int | None, response: pb.CacheServiceCreateResponse | pb.CacheServiceGetResponse
 ) -> CacheInfo:
-    """The cache of a response. ProtocolError if there is none, or another than expected: with other values in fields of
-    these names, or with another length of its longest layer, if that is given.
+    """The cache of a response. ProtocolError if there is none, or another than expected."""
+    return _expected_cache(expected, longest, response.cache)
+
+
+def _expected_cache(expected: dict[str, Any], longest: int | None, cache: pb.Cache) -> CacheInfo:
+    """A cache as it is described. ProtocolError if it is another than expected: with other values in fields of these
+    names, or with another length of its longest layer, if that is given.
     """
-    info = _cache(response.cache)
+    info = _cache(cache)
     for field, value in expected.items():
         if (found := getattr(info, field)) != value:
             shown = shown_name if field == "name" else repr
@@ -302,11 +312,33 @@ def _only_cache(
     return info
 
 
-def _forked(cache: CacheInfo, response: pb.CacheServiceForkResponse) -> CacheInfo:
-    fork = _only_cache(_shape(cache), None, response)
-    if fork.name == cache.name:
-        raise ProtocolError("name: expected that of another cache, the server replied with that of the forked one")
-    return fork
+def _forks(caches: Sequence[CacheInfo], response: pb.CacheServiceForkResponse) -> list[CacheInfo]:
+    """The forks of these caches, in their order. ProtocolError if they are not as many caches of their own."""
+    _check_number(response.caches, caches)
+    names = {cache.name for cache in caches}
+    forks = []
+    for cache, described in zip(caches, response.caches, strict=True):
+        forks.append(fork := _expected_cache(_shape(cache), None, described))
+        if fork.name in names:
+            known = "a forked one" if len(forks) == 1 else "a forked one or of an earlier fork"
+            raise ProtocolError(f"name: expected that of another cache, the server replied with that of {known}")
+        names.add(fork.name)
+    return forks
+
+
+def _truncated(truncations: Sequence[Truncation], response: pb.CacheServiceTruncateResponse) -> list[CacheInfo]:
+    """The caches after their truncation. ProtocolError if they are others, or of other lengths."""
+    _check_number(response.caches, truncations)
+    return [
+        _expected_cache({"name": cache.name, **_shape(cache)}, length, described)
+        for (cache, length, *_), described in zip(truncations, response.caches, strict=True)
+    ]
+
+
+def _check_number(found: Sized, expected: Sized) -> None:
+    """ProtocolError if a response has another number of caches than is expected."""
+    if len(found) != len(expected):
+        raise ProtocolError(f"caches: expected {len(expected)}, the server replied with {len(found)}")
 
 
 def _cache(cache: pb.Cache) -> CacheInfo:

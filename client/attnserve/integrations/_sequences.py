@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnserve import AttentionResult
 
 if TYPE_CHECKING:
     from attnserve import Cache, Client
+
+
+_AT_ONCE: Final = 256
 
 
 class Sequences:
@@ -42,12 +45,9 @@ class Sequences:
                 num_kv_heads, head_dim, value_dim=value_dim, layers=self._layers, dtype=dtype, ttl=self._ttl
             )
             undo.callback(first.delete)
-            caches = [first]
-            for _ in range(batch - 1):
-                caches.append(first.fork())  # which is on the same server
-                undo.callback(caches[-1].delete)
+            others = self._forks([first] * (batch - 1))  # which are on the same server
             undo.pop_all()
-        self._caches, self._in_doubt = caches, False
+        self._caches, self._in_doubt = [first, *others], False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,26 +81,21 @@ class Sequences:
 
     def truncate(self, length: int) -> None:
         """Cuts all layers off at a length, whatever failed before; those that are shorter stay as they are."""
-        for cache in self._caches:
-            if self._in_doubt:
-                cache.refresh()
-            if max(cache.lengths) > length:
-                cache.truncate(length)
+        for cache in self._caches if self._in_doubt else ():
+            cache.refresh()
+        longer = [cache for cache in self._caches if max(cache.lengths) > length]
+        for some in _portions(longer):
+            self._client.caches.truncate(some, length)
         self._in_doubt = False
 
     def select(self, indices: Sequence[int]) -> None:
         """Sequence i becomes what sequence `indices[i]` was. One that is named again is forked, one that is not named
         is deleted.
         """
-        chosen: list[Cache] = []
-        with ExitStack() as undo:
-            for index in indices:
-                cache = self._caches[index]
-                if cache in chosen:
-                    cache = cache.fork()
-                    undo.callback(cache.delete)
-                chosen.append(cache)
-            undo.pop_all()
+        chosen = [self._caches[index] for index in indices]
+        again = [place for place, index in enumerate(indices) if index in indices[:place]]
+        for place, fork in zip(again, self._forks([chosen[place] for place in again]), strict=True):
+            chosen[place] = fork
         self._unwanted += [cache for cache in self._caches if cache not in chosen]
         self._caches = chosen
         self._delete_unwanted()
@@ -108,12 +103,19 @@ class Sequences:
     def fork(self) -> Sequences:
         """Others with the same content, which is shared; what either appends is its own."""
         fork = Sequences(self._client, self._layers, self._ttl)
-        with ExitStack() as undo:
-            for cache in self._caches:
-                fork._caches.append(cache.fork())
-                undo.callback(fork._caches[-1].delete)
-            undo.pop_all()
+        fork._caches = self._forks(self._caches)
         return fork
+
+    def _forks(self, caches: Sequence[Cache]) -> list[Cache]:
+        """Forks of caches, all or none."""
+        forks: list[Cache] = []
+        with ExitStack() as undo:
+            for some in _portions(caches):
+                made = self._client.caches.fork(some)
+                undo.callback(self._client.caches.delete, [fork.name for fork in made])
+                forks += made
+            undo.pop_all()
+        return forks
 
     def delete(self) -> None:
         """Deletes all of them. Those for which that fails are tried again the next time."""
@@ -133,3 +135,8 @@ class Sequences:
     def _delete_one(self, cache: Cache) -> None:
         cache.delete()
         self._unwanted.remove(cache)
+
+
+def _portions(caches: Sequence[Cache]) -> Iterator[Sequence[Cache]]:
+    """The caches, as many at a time as a server forks or truncates."""
+    return (caches[first : first + _AT_ONCE] for first in range(0, len(caches), _AT_ONCE))

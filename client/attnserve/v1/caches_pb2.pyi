@@ -91,22 +91,28 @@ class CacheServiceAppendResponse(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class CacheServiceForkRequest(_message.Message):
-    __slots__ = ("name", "ttl", "request_id")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("names", "ttl", "request_id")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    name: str
+    names: _containers.RepeatedScalarFieldContainer[str]
     ttl: _duration_pb2.Duration
     request_id: bytes
-    def __init__(self, name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[bytes] = ...) -> None: ...
 
 class CacheServiceForkResponse(_message.Message):
-    __slots__ = ("cache",)
-    CACHE_FIELD_NUMBER: _ClassVar[int]
-    cache: Cache
-    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+    __slots__ = ("caches",)
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    caches: _containers.RepeatedCompositeFieldContainer[Cache]
+    def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ...) -> None: ...
 
 class CacheServiceTruncateRequest(_message.Message):
+    __slots__ = ("truncations",)
+    TRUNCATIONS_FIELD_NUMBER: _ClassVar[int]
+    truncations: _containers.RepeatedCompositeFieldContainer[Truncation]
+    def __init__(self, truncations: _Optional[_Iterable[_Union[Truncation, _Mapping]]] = ...) -> None: ...
+
+class Truncation(_message.Message):
     __slots__ = ("name", "length", "expected_length", "truncation_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -119,10 +125,10 @@ class CacheServiceTruncateRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., expected_length: _Optional[int] = ..., truncation_id: _Optional[int] = ...) -> None: ...
 
 class CacheServiceTruncateResponse(_message.Message):
-    __slots__ = ("cache",)
-    CACHE_FIELD_NUMBER: _ClassVar[int]
-    cache: Cache
-    def __init__(self, cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+    __slots__ = ("caches",)
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    caches: _containers.RepeatedCompositeFieldContainer[Cache]
+    def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ...) -> None: ...
 
 class CacheServiceGetRequest(_message.Message):
     __slots__ = ("name",)

@@ -107,17 +107,19 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Makes another cache with the same content, in constant time: existing content is shared, and what either appends is
-        its own. Errors: NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, CANCELLED (as for Create).
+        """Makes other caches with the same content as some, in constant time: existing content is shared, and what either
+        appends is its own. All forks are made, or if one cannot be, none. Errors: NOT_FOUND, INVALID_ARGUMENT,
+        RESOURCE_EXHAUSTED, CANCELLED (as for Create).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Truncate(self, request, context):
-        """Cuts a cache off at a length: it is as if what came after had never been appended. Errors: NOT_FOUND,
-        INVALID_ARGUMENT (no length is given, or no layer has that many tokens), FAILED_PRECONDITION (it does not have the
-        expected length, or this truncation was carried out before; `length` in the ErrorInfo's metadata, and `truncated`).
+        """Cuts caches off at lengths of their own: it is as if what came after had never been appended. All are cut off, or
+        if one cannot be, none. Errors: NOT_FOUND, INVALID_ARGUMENT (a length is missing, or no layer has that many tokens),
+        FAILED_PRECONDITION (one does not have the expected length, or its truncation was carried out before; its `name` and
+        `length` are in the ErrorInfo's metadata, and `truncated`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,7 @@ all the same. Only an append also waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.store import Truncation
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, cache_named
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.requests.limits import RequestLimits
@@ -95,64 +96,68 @@ class Append(_Operation):
 
 @dataclass(slots=True, eq=False)
 class Fork(_Operation):
-    """Makes another cache with the same content. A `ttl` of None means the cache's own."""
+    """Makes other caches with the same content as its own, all or none. A `ttl` of None means each cache's own."""
 
+    caches: Sequence[Cache]
+    """The caches to fork, each as often as it is to be forked."""
     ttl: float | None
     request_id: bytes
 
     def line_up(self, now: float) -> None:
-        """Queues the fork: an append behind it will find a shared last page."""
-        self._reservation = self.host.store.wait_to_fork(self.uses[0].cache)
+        """Queues the forks: an append behind them will find a shared last page."""
+        self._reservation = self.host.store.wait_to_fork([use.cache for use in self.uses])
 
     def begin(self) -> None:
-        """Forks the cache."""
-        cache = self.uses[0].cache
-        ttl = cache.ttl if self.ttl is None else self.ttl
-        fork = self.host.store.fork(cache, ttl, monotonic(), self.request_id, self._reservation)
-        self._reply = pb.CacheServiceForkResponse(cache=describe(self.host, fork))
+        """Forks the caches."""
+        ttls = [cache.ttl if self.ttl is None else self.ttl for cache in self.caches]
+        forks = self.host.store.fork(self.caches, ttls, monotonic(), self.request_id, self._reservation)
+        self._reply = pb.CacheServiceForkResponse(caches=[describe(self.host, fork) for fork in forks])
 
 
 @dataclass(slots=True, eq=False)
 class Truncate(_Operation):
-    """Truncates a cache to `length` tokens."""
+    """Truncates its caches, all or none."""
 
-    length: int
-    truncation_id: int
-    """The id by which a resend is recognised; 0 if it has none."""
+    list_field: ClassVar[str] = "truncations"
+    truncations: Sequence[Truncation]
+    """What is to become of each."""
 
     def line_up(self, now: float) -> None:
-        """Queues the truncation: operations behind it will find a shorter cache, if it has the expected length."""
-        cache = self.uses[0].cache
-        longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
-        cuts = self.uses[0].expects(longest) and self.truncation_id not in cache.truncations
-        self._reservation = self.host.store.wait_to_cut(cache, self.length, cuts)
+        """Queues the truncations: operations behind them find shorter caches, if these have the expected lengths."""
+        foreseen = True
+        for use, (cache, _, truncation_id) in zip(self.uses, self.truncations, strict=True):
+            longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
+            foreseen = foreseen and use.expects(longest) and truncation_id not in cache.truncations
+        self._reservation = self.host.store.wait_to_cut(self.truncations, foreseen)
 
     def begin(self) -> None:
-        """Truncates the cache. Raises InvalidRequest if it has fewer tokens, FailedPrecondition if its length is not
-        the expected one or this very request has truncated it before.
+        """Truncates the caches. Raises InvalidRequest if one has fewer tokens, FailedPrecondition if the length of one
+        is not the expected one or this very request has truncated it before.
         """
-        use = self.uses[0]
-        longest = max(use.cache.lengths)
-        if self.truncation_id in use.cache.truncations:
-            message = f"the cache has {longest} tokens, for this truncation was carried out before; nothing was changed"
-            found = {"name": use.cache.name, "length": str(longest), "truncated": "true"}
-            raise FailedPrecondition(message, "UNEXPECTED_LENGTH", **found)
-        if not use.expects(longest):
-            raise use.unexpected(longest)
-        self.host.store.truncate(use.cache, self.length, self._reservation, self.truncation_id)
-        self._reply = pb.CacheServiceTruncateResponse(cache=describe(self.host, use.cache))
+        for use, (cache, _, truncation_id) in zip(self.uses, self.truncations, strict=True):
+            longest, what = max(cache.lengths), self.spoken_of(cache)
+            if truncation_id in cache.truncations:
+                why = "for this truncation was carried out before; nothing was changed"
+                found = {"name": cache.name, "length": str(longest), "truncated": "true"}
+                raise FailedPrecondition(f"{what} has {longest} tokens, {why}", "UNEXPECTED_LENGTH", **found)
+            if not use.expects(longest):
+                raise use.unexpected(longest, what)
+        self.host.store.truncate(self.truncations, self._reservation)
+        described = [describe(self.host, use.cache) for use in self.uses]
+        self._reply = pb.CacheServiceTruncateResponse(caches=described)
 
 
 @dataclass(slots=True, eq=False)
 class Look(_Operation):
-    """Describes a cache once all that came before has been done or given up: the description is final. It answers Get.
-    It also answers a Fork that is resent when the cache it forks is gone: with the cache that it made the first time.
+    """Describes caches once all that came before has been done or given up: the description is final. It answers Get.
+    It also answers a Fork that is resent when the cache it forks is gone: with what it made the first time.
 
-    It neither holds the cache nor renews its lease: looking keeps nothing alive.
+    It neither holds the caches nor renews their leases: looking keeps nothing alive.
     """
 
     owner: str | None
-    response_type: type[pb.CacheServiceGetResponse | pb.CacheServiceForkResponse]
+    reply: Callable[[Sequence[pb.Cache]], Message]
+    """Makes the reply of the descriptions."""
 
     @property
     def shares(self) -> bool:
@@ -163,9 +168,9 @@ class Look(_Operation):
         """Holds nothing."""
 
     def begin(self) -> None:
-        """Looks. Raises NotFound if the cache has gone meanwhile."""
-        cache = cache_named(self.host, self.uses[0].cache.name, self.owner)
-        self._reply = self.response_type(cache=describe(self.host, cache))
+        """Looks. Raises NotFound if a cache has gone meanwhile."""
+        caches = [cache_named(self.host, use.cache.name, self.owner) for use in self.uses]
+        self._reply = self.reply([describe(self.host, cache) for cache in caches])
 
     def leave(self) -> None:
         """Nothing was held."""

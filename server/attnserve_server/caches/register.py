@@ -51,8 +51,8 @@ class Register:
         """The number of the last cache that was made for each owner that has any."""
         self._pages: Counter[str | None] = Counter()
         """How many pages each owner's caches have, until they are freed; what they share counts for each."""
-        self._made: dict[tuple[str | None, bytes], Cache] = {}
-        """By their owners and the ids of the requests that made them."""
+        self._made: dict[tuple[str | None, bytes], Sequence[Cache]] = {}
+        """What a request has made, as long as some of it exists; by the owner and the request's id."""
         self._aliased: dict[tuple[str | None, str], Cache] = {}
         """Those that have an alias, by their owners and it."""
         self._given_up: OrderedDict[tuple[str | None, bytes], float] = OrderedDict()
@@ -99,11 +99,11 @@ class Register:
             self._remove(cache)
 
     def give_up(self, owner: str | None, request_id: bytes, now: float) -> None:
-        """Gives up the cache that an owner's request makes or has made: it is deleted, and a request with that id that
-        arrives later, whether sent before or sent again, makes none.
+        """Gives up what an owner's request makes or has made: that is deleted, and a request with that id that arrives
+        later, whether sent before or sent again, makes nothing.
         """
         key = owner, request_id
-        if (made := self._made.get(key)) is not None:
+        for made in self._made.get(key, ()):
             self.delete(made)
         if key in self._given_up:
             self._forget(key)
@@ -125,19 +125,28 @@ class Register:
             del self._given_up_by[owner]
 
     def made_by(
-        self, owner: str | None, request_id: bytes, now: float, *, shape: CacheShape | None, parent: str | None
-    ) -> Cache | None:
-        """The cache that an owner's request has already made, if it still exists: one of this shape, or a fork of
-        `parent`, for which `shape` is None. Raises Cancelled if the request was given up, and InvalidRequest if one of
-        this id made something else.
+        self,
+        owner: str | None,
+        request_id: bytes,
+        now: float,
+        *,
+        shape: CacheShape | None = None,
+        parents: Sequence[str | None] = (None,),
+    ) -> Sequence[Cache] | None:
+        """The caches that an owner's request has already made, unless none of them exists any more: one of this shape,
+        or forks of the caches of these names, for which `shape` is None. Raises Cancelled if the request was given up,
+        NotFound if only some of them exist, and InvalidRequest if one of this id made something else.
         """
         if self._given_up.get((owner, request_id), now) > now:
             raise Cancelled
-        made = self._made.get((owner, request_id))
-        if made is None or made.expired(now):
+        made = self._made.get((owner, request_id), ())
+        gone = [cache for cache in made if cache.gone or cache.expired(now)]
+        if len(gone) == len(made):
             return None
-        if made.parent != parent or shape not in (made.shape, None):
+        if [cache.parent for cache in made] != list(parents) or shape not in (made[0].shape, None):
             raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
+        for cache in gone:
+            raise NotFound("cache", cache.name, is_secret=True)
         return made
 
     def aliased(self, owner: str | None, alias: str, now: float, shape: CacheShape) -> Cache | None:
@@ -167,14 +176,16 @@ class Register:
         cache.renew(now)
         self._let_go(cache)
 
-    def _make_room_for_one(self, owner: str | None, now: float) -> None:
+    def _make_room(self, caches: int, owner: str | None, now: float) -> None:
+        """Makes sure that so many caches more may exist. Raises Overloaded."""
         while True:
-            left = self.max_caches - len(self._caches)
-            has_its_share = owner is not None and self._owned[owner] > SHARE * (left - 1)
-            if left > 0 and not has_its_share:
+            left = self.max_caches - len(self._caches) - caches
+            """How many are left then."""
+            has_its_share = owner is not None and self._owned[owner] + caches - 1 > SHARE * left
+            if left >= 0 and not has_its_share:
                 return
             if not self._evict_oldest(now, "caches"):
-                told = full if left <= 0 else share_exceeded
+                told = full if left < 0 else share_exceeded
                 raise Overloaded(told("caches", self.max_caches, self._retry_delay(now)))
 
     def _enter(
@@ -190,12 +201,15 @@ class Register:
         cache = Cache(name, self._numbers[origin.owner], origin, shape, self.page_bytes, layers, ttl, now)
         self._caches[cache.name] = cache
         self._owned[cache.owner] += 1
-        if cache.request_id:
-            self._made[cache.owner, cache.request_id] = cache
         if cache.alias:
             self._aliased[cache.owner, cache.alias] = cache
         self._leases.enter(cache)
         return cache
+
+    def _note(self, made: Sequence[Cache]) -> None:
+        """Takes note of all that one request has made."""
+        if made[0].request_id:
+            self._made[made[0].owner, made[0].request_id] = made
 
     def _require(self, cache: Cache) -> None:
         if cache.gone:
@@ -219,7 +233,8 @@ class Register:
         self._owned[cache.owner] -= 1
         if not self._owned[cache.owner]:
             del self._owned[cache.owner], self._numbers[cache.owner]
-        if self._made.get((cache.owner, cache.request_id)) is cache:
+        made = self._made.get((cache.owner, cache.request_id), ())
+        if cache in made and all(each.gone for each in made):
             del self._made[cache.owner, cache.request_id]
         if cache.alias:
             del self._aliased[cache.owner, cache.alias]

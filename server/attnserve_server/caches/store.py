@@ -12,8 +12,8 @@ known when it arrives, and pages are promised to all waiting operations together
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.changes import Change, Cut, Grow, Share
@@ -23,12 +23,22 @@ from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.register import Register
 from attnserve_server.caches.reservation import Reservation, place, undo
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, RequestError
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 from attnserve_server.host.cpus import CACHE_LINE
 
 MOST_TRUNCATIONS: Final = 16
 """How many truncations a cache remembers."""
 C = TypeVar("C", bound=Change)
+
+
+class Truncation(NamedTuple):
+    """What is to become of one cache."""
+
+    cache: Cache
+    length: int
+    """How many tokens each of its layers keeps."""
+    truncation_id: int
+    """The id by which a resend is recognised; 0 if it has none."""
 
 
 class CacheStore(Register):
@@ -79,44 +89,53 @@ class CacheStore(Register):
         alias belongs to something else.
         """
         owner = origin.owner
-        if (made := self.made_by(owner, origin.request_id, now, shape=shape, parent=None)) is not None:
-            return made
+        if (made := self.made_by(owner, origin.request_id, now, shape=shape)) is not None:
+            return made[0]
         if origin.alias and (found := self.aliased(owner, origin.alias, now, shape)) is not None:
             return found
         if shape.layers > self._max_layers:
             most = f"at most {self._max_layers}"
             raise InvalidRequest("layers", most, shape.layers, LIMIT_EXCEEDED, limit="max_cache_layers")
         tokens_per_page = shape.tokens_per_page(self.page_bytes)
-        self._make_room_for_one(owner, now)
+        self._make_room(1, owner, now)
         layers = [CacheLayer(self._allocator, tokens_per_page) for _ in range(shape.layers)]
         cache = self._enter(shape, layers, ttl, now, origin)
+        self._note((cache,))
         self.counts.created += 1
         return cache
 
     def fork(
         self,
-        cache: Cache,
-        ttl: float | None,
+        caches: Sequence[Cache],
+        ttls: Sequence[float | None],
         now: float,
         request_id: bytes,
-        waited: Reservation[Change] | None,
-    ) -> Cache:
-        """Another cache of the same owner that shares this one's content, or the one that a request with this id has
-        already made. `waited` comes from `wait_to_fork`. Raises Overloaded, Cancelled and InvalidRequest as `create`
-        does, and NotFound if the cache is gone, unless the fork has waited since before that.
+        waited: Reservation[Share] | None,
+    ) -> Sequence[Cache]:
+        """Other caches of the same owner that share these ones' content, as often as each is given, or those that a
+        request with this id has already made. `waited` comes from `wait_to_fork`. Raises Overloaded, Cancelled and
+        InvalidRequest as `create` does, and NotFound if a cache is gone, unless the fork has waited since before that.
         """
-        if (made := self.made_by(cache.owner, request_id, now, shape=None, parent=cache.name)) is not None:
+        owner = caches[0].owner
+        if (made := self.made_by(owner, request_id, now, parents=[cache.name for cache in caches])) is not None:
             return made
-        if waited is None:
+        for cache in caches if waited is None else ():
             self._require(cache)
-        cache.users += 1
+        for cache in caches:
+            cache.users += 1
         try:
             # Before the layers are forked: pages held for a refused fork would never be freed.
-            self._make_room_for_one(cache.owner, now)
+            self._make_room(len(caches), owner, now)
         finally:
-            self.release(cache, now)
+            for cache in caches:
+                self.release(cache, now)
         if waited is not None:
             waited.wait_no_more()
+        forks = [self._fork(cache, ttl, now, request_id) for cache, ttl in zip(caches, ttls, strict=True)]
+        self._note(forks)
+        return forks
+
+    def _fork(self, cache: Cache, ttl: float | None, now: float, request_id: bytes) -> Cache:
         layers = [layer.fork() for layer in cache.layers]
         self._settle(cache.layers)
         fork = self._enter(cache.shape, layers, ttl, now, Origin(cache.owner, request_id, cache.name))
@@ -125,16 +144,22 @@ class CacheStore(Register):
         self.counts.forks += 1
         return fork
 
-    def truncate(self, cache: Cache, length: int, waited: Reservation[Cut] | None, truncation_id: int) -> None:
-        """Truncates layers that have more than `length` tokens. `waited` comes from `wait_to_cut`; a resent truncation
-        is recognised by its id, if it has one.
+    def truncate(self, truncations: Sequence[Truncation], waited: Reservation[Cut] | None) -> None:
+        """Truncates the layers of caches that have more tokens than these are to have. `waited` comes from
+        `wait_to_cut`.
 
-        Raises InvalidRequest if no layer has that many.
+        Raises InvalidRequest, and changes nothing, if no layer of a cache has that many.
         """
-        if length > (longest := max(cache.lengths)):
-            raise InvalidRequest("length", f"at most {longest}, which the cache has", length)
+        for index, (cache, length, _) in enumerate(truncations):
+            if length > (longest := max(cache.lengths)):
+                expected = f"at most {longest}, which the cache has"
+                raise InvalidRequest(f"truncations[{index}].length", expected, length)
         if waited is not None:
             waited.wait_no_more()
+        for cache, length, truncation_id in truncations:
+            self._truncate(cache, length, truncation_id)
+
+    def _truncate(self, cache: Cache, length: int, truncation_id: int) -> None:
         before = pages_in(cache.layers)
         for layer in cache.layers:
             if layer.length > length:
@@ -173,24 +198,32 @@ class CacheStore(Register):
             self._settle(reservation.layers)
             reservation.wait()
             try:
-                self._promise(reservation, now)
-            except RequestError:
+                lacking = self._promise(reservation, now)
+            except InvalidRequest:
                 self.cancel(reservation)
                 raise
+            if lacking:
+                self.cancel(reservation)  # first: it may give pages back
+                raise self._full(lacking, now)
         return reservation
 
-    def wait_to_cut(self, cache: Cache, length: int, foreseen: bool) -> Reservation[Cut]:
-        """Queues a truncation, unless it is foreseen to fail. Raises NotFound if the cache is gone."""
-        self._require(cache)
-        reservation = self._open({cache}, [(layer, Cut(length)) for layer in cache.layers])
+    def wait_to_cut(self, truncations: Sequence[Truncation], foreseen: bool) -> Reservation[Cut]:
+        """Queues truncations of caches, each of them once, unless one is foreseen to fail. Raises NotFound if one of
+        them is gone.
+        """
+        for cache, _, _ in truncations:
+            self._require(cache)
+        changes = [(layer, Cut(length)) for cache, length, _ in truncations for layer in cache.layers]
+        reservation = self._open({cache for cache, _, _ in truncations}, changes)
         if foreseen:
             reservation.wait()
         return reservation
 
-    def wait_to_fork(self, cache: Cache) -> Reservation[Share]:
-        """Queues a fork. Raises NotFound if the cache is gone."""
-        self._require(cache)
-        reservation = self._open({cache}, [(layer, Share()) for layer in cache.layers])
+    def wait_to_fork(self, caches: Collection[Cache]) -> Reservation[Share]:
+        """Queues forks of caches, each of them once. Raises NotFound if a cache is gone."""
+        for cache in caches:
+            self._require(cache)
+        reservation = self._open(set(caches), [(layer, Share()) for cache in caches for layer in cache.layers])
         reservation.wait()
         return reservation
 
@@ -205,7 +238,8 @@ class CacheStore(Register):
             raise ValueError("an append is placed out of turn")
         if not reservation.in_line:
             reservation.wait(first=True)
-        self._promise(reservation, now)
+        if lacking := self._promise(reservation, now):
+            raise self._full(lacking, now)
         reservation.wait_no_more()
         layers = reservation.layers
         before = pages_in(layers)
@@ -252,8 +286,11 @@ class CacheStore(Register):
             cache.users += 1
         return Reservation(caches, changes, source)
 
-    def _promise(self, reservation: Reservation[Grow], now: float) -> None:
-        """Makes sure that all operations waiting for the layers of a reservation are promised the pages they need."""
+    def _promise(self, reservation: Reservation[Grow], now: float) -> int:
+        """Makes sure that all operations waiting for the layers of a reservation are promised the pages they need.
+        Returns how many pages are lacking for that, and then promises none. Raises InvalidRequest if the pool could
+        never hold what the reservation appends.
+        """
         changes = reservation.changes
         while True:
             more = [layer.coming_pages - layer.promised for layer, _ in changes]
@@ -273,11 +310,16 @@ class CacheStore(Register):
                 )
             # An evicted cache may have shared a last page, which then need not be copied: so needs are recounted.
             if not self._evict_oldest(now, "pages"):
-                raise CacheFull(needed * self.page_bytes, available * self.page_bytes, self._retry_delay(now))
+                return needed - available
         if any(more):
             self._allocator.reserve(needed)
             for (layer, _), pages in zip(changes, more, strict=True):
                 layer.promised += pages
+        return 0
+
+    def _full(self, lacking: int, now: float) -> CacheFull:
+        """The error of an append for which so many pages are lacking."""
+        return CacheFull(self.free_bytes + lacking * self.page_bytes, self.free_bytes, self._retry_delay(now))
 
     def _settle(self, layers: Iterable[CacheLayer]) -> None:
         """Adjusts what is promised for layers to what waiting operations now need, as far as pages are available."""

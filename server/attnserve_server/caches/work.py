@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.layer import Placement
@@ -73,6 +73,9 @@ class Use(NamedTuple):
 @dataclass(slots=True, eq=False)
 class CacheWork(Work):
     """What operations on caches have in common. `lengths` are those after the appends, `placements` where to write."""
+
+    list_field: ClassVar[str] = "caches"
+    """The field of the request that lists the caches, if there may be several."""
 
     host: CacheHost
     uses: tuple[Use, ...]
@@ -142,7 +145,7 @@ class CacheWork(Work):
 
     def spoken_of(self, cache: Cache) -> str:
         """What its errors call a cache: by its place in the request, if that has several."""
-        return "the cache" if len(self.needs) == 1 else f"caches[{self.needs.index(cache.name)}]"
+        return "the cache" if len(self.needs) == 1 else f"{self.list_field}[{self.needs.index(cache.name)}]"
 
     def count(self, lengths: list[int]) -> None:
         """Counts what it costs with layers of these lengths, its own tokens included. Raises InvalidRequest if that is
@@ -167,10 +170,10 @@ class CacheWork(Work):
             self.host.store.release(use.cache, now)
 
 
-def cache_named(host: CacheHost, name: str, owner: str | None) -> Cache:
-    """The cache that a request names. Raises InvalidRequest if the name is empty, and NotFound."""
+def cache_named(host: CacheHost, name: str, owner: str | None, field: str = "name") -> Cache:
+    """The cache that a request names, in `field`. Raises InvalidRequest if the name is empty, and NotFound."""
     if not name:
-        raise InvalidRequest("name", "the name of a cache", "nothing")
+        raise InvalidRequest(field, "the name of a cache", "nothing")
     return host.store.get(name, monotonic(), owner)
 
 
@@ -180,10 +183,10 @@ def check_named(names: Sequence[str]) -> None:
         raise InvalidRequest(f"caches[{names.index('')}].name", "the name of a cache", "nothing")
 
 
-def check_distinct(uses: Sequence[Use]) -> None:
-    """Raises InvalidRequest if a cache is used twice."""
+def check_distinct(uses: Sequence[Use], field: str = "caches") -> None:
+    """Raises InvalidRequest if a cache is used twice. `field` is the one that names them."""
     seen: set[str] = set()
     for index, use in enumerate(uses):
         if use.cache.name in seen:
-            raise InvalidRequest(f"caches[{index}].name", "a cache that is not among the others", "one that is")
+            raise InvalidRequest(f"{field}[{index}].name", "a cache that is not among the others", "one that is")
         seen.add(use.cache.name)

@@ -5,7 +5,7 @@ answered at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from time import monotonic, perf_counter
 from typing import Final, TypeVar
 
@@ -16,10 +16,11 @@ from grpc import aio
 from attnserve import _dtypes
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.access.callers import Caller
-from attnserve_server.caches.cache import Origin
+from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.operations import Append, Fork, Look, Truncate, describe, read_append
 from attnserve_server.caches.shape import CacheShape
-from attnserve_server.caches.work import CacheHost, Use, cache_named
+from attnserve_server.caches.store import Truncation
+from attnserve_server.caches.work import CacheHost, Use, cache_named, check_distinct
 from attnserve_server.errors import InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
@@ -40,6 +41,9 @@ MAX_PAGE_BYTES: Final = 1 << 20
 """About the most bytes of one reply; gRPC's clients take 4 MiB unless they are told otherwise."""
 MAX_TOKEN: Final = 20
 """The most characters of a token of a page."""
+
+MAX_AT_ONCE: Final = 256
+"""The most caches that one request forks or truncates: as it takes effect at once, the event loop waits for it."""
 
 TURN_SECONDS: Final = 0.001
 """About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
@@ -140,28 +144,38 @@ class CacheService:
     def _fork(self, caller: Caller, data: bytes) -> Fork | Look:
         request = parsed(pb.CacheServiceForkRequest, data)
         request_id = _checked_id("request_id", request.request_id)
+        _check_count("names", len(request.names))
         try:
-            cache = cache_named(self._host, request.name, caller.name)
+            caches = [self._named(f"names[{i}]", name, caller) for i, name in enumerate(request.names)]
         except NotFound:
-            made = self._host.store.made_by(caller.name, request_id, monotonic(), shape=None, parent=request.name)
+            made = self._host.store.made_by(caller.name, request_id, monotonic(), parents=request.names)
             if made is None:
                 raise
-            return Look(self._host, (Use(made, 0, 0, None),), len(data), caller.name, pb.CacheServiceForkResponse)
+            return Look(self._host, _looked_at(made), len(data), caller.name, _forked)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
-        return Fork(self._host, (Use(cache, 0, 0, None),), len(data), ttl, request_id)
+        return Fork(self._host, _looked_at(dict.fromkeys(caches)), len(data), caches, ttl, request_id)
 
     def _get(self, caller: Caller, data: bytes) -> Look:
         request = parsed(pb.CacheServiceGetRequest, data)
         cache = cache_named(self._host, request.name, caller.name)
-        return Look(self._host, (Use(cache, 0, 0, None),), len(data), caller.name, pb.CacheServiceGetResponse)
+        return Look(self._host, _looked_at((cache,)), len(data), caller.name, _got)
 
     def _truncate(self, caller: Caller, data: bytes) -> Truncate:
         request = parsed(pb.CacheServiceTruncateRequest, data)
-        cache = cache_named(self._host, request.name, caller.name)
-        if not request.HasField("length"):  # forgotten, it must not empty the cache
-            raise InvalidRequest("length", "a number of tokens", "none")
-        expected = request.expected_length if request.HasField("expected_length") else None
-        return Truncate(self._host, (Use(cache, 0, 0, expected),), len(data), request.length, request.truncation_id)
+        _check_count("truncations", len(request.truncations))
+        uses, truncations = [], []
+        for i, each in enumerate(request.truncations):
+            cache = self._named(f"truncations[{i}].name", each.name, caller)
+            if not each.HasField("length"):  # forgotten, it must not empty the cache
+                raise InvalidRequest(f"truncations[{i}].length", "a number of tokens", "none")
+            expected = each.expected_length if each.HasField("expected_length") else None
+            uses.append(Use(cache, 0, 0, expected))
+            truncations.append(Truncation(cache, each.length, each.truncation_id))
+        check_distinct(uses, "truncations")
+        return Truncate(self._host, tuple(uses), len(data), truncations)
+
+    def _named(self, field: str, name: str, caller: Caller) -> Cache:
+        return cache_named(self._host, name, caller.name, field)
 
 
 async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
@@ -174,6 +188,24 @@ async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if perf_counter() - turn > TURN_SECONDS:
             await asyncio.sleep(0)
             turn = perf_counter()
+
+
+def _check_count(field: str, count: int) -> None:
+    if not 1 <= count <= MAX_AT_ONCE:
+        raise InvalidRequest(field, f"from 1 to {MAX_AT_ONCE} caches", count)
+
+
+def _looked_at(caches: Iterable[Cache]) -> tuple[Use, ...]:
+    """Uses that append nothing, and expect no length."""
+    return tuple(Use(cache, 0, 0, None) for cache in caches)
+
+
+def _got(described: Sequence[pb.Cache]) -> pb.CacheServiceGetResponse:
+    return pb.CacheServiceGetResponse(cache=described[0])
+
+
+def _forked(described: Sequence[pb.Cache]) -> pb.CacheServiceForkResponse:
+    return pb.CacheServiceForkResponse(caches=described)
 
 
 def _checked_id(field: str, given: bytes) -> bytes:

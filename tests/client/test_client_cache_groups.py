@@ -1,0 +1,120 @@
+"""Several caches forked or truncated in one request: all or none, also where a reply is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_keeper import Keeper
+from cached import QUERY, D, H, address, client, keeper, normal, part, reference, transport
+from calls import until
+
+from attnserve import Client, FailedPreconditionError, InvalidRequestError, NotFoundError, UnavailableError
+
+__all__ = ["address", "client", "keeper", "transport"]
+
+
+def of_lengths(client: Any, *lengths: int) -> list[Any]:
+    """Caches with as many tokens, the first ones of all that there are."""
+    caches = [client.create_cache(H, D) for _ in lengths]
+    for cache, length in zip(caches, lengths, strict=True):
+        cache.append(*part(0, length))
+    return caches
+
+
+def test_beams_go_on(client: Any, keeper: Keeper) -> None:
+    """A cache that is given several times is forked as often; each fork is a cache of its own."""
+    first, second = of_lengths(client, 4, 6)
+    keeper.asked.clear()
+    forks = client.caches.fork([second, first, second], 60.0)
+    assert keeper.methods() == ["Fork"]
+    assert [(fork.length, fork.ttl) for fork in forks] == [(6, 60.0), (4, 60.0), (6, 60.0)]
+    assert len({cache.name for cache in (first, second, *forks)}) == 5
+    forks[0].append(*part(6, 9))
+    for cache, length in ((forks[0], 9), (forks[1], 4), (forks[2], 6), (second, 6)):
+        np.testing.assert_allclose(cache.attend(QUERY).output, reference(length), atol=1e-6)
+    assert [fork.length for fork in client.caches.fork(first)] == [4]
+
+
+def test_drafts_are_taken_back(client: Any, keeper: Keeper) -> None:
+    """Each cache at a length of its own, or all at one."""
+    caches = of_lengths(client, 4, 6, 8)
+    keeper.asked.clear()
+    client.caches.truncate(caches, [4, 5, 2])
+    assert keeper.methods() == ["Truncate"]
+    assert [cache.length for cache in caches] == [4, 5, 2]
+    for cache in caches:
+        np.testing.assert_allclose(cache.attend(QUERY).output, reference(cache.length), atol=1e-6)
+    client.caches.truncate(caches, 1)
+    assert [cache.append(*part(1, 3)) for cache in caches] == [3, 3, 3]
+    client.caches.truncate(caches[0], [0])
+    client.caches.truncate(caches[1:], np.array([1, 2]))
+    assert [cache.length for cache in caches] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_lost_replies(client: Any, keeper: Keeper, losses: int) -> None:
+    caches = of_lengths(client, 4, 6)
+    keeper.lose = ["Truncate"] * losses + ["Fork"] * losses
+    client.caches.truncate(caches, [3, 2])
+    assert [cache.length for cache in caches] == [3, 2]
+    forks = client.caches.fork(caches)
+    assert [fork.length for fork in forks] == [3, 2]
+    assert len(keeper.caches) == 4
+    assert [cache.append(*part(0, 1)) for cache in (*caches, *forks)] == [4, 3, 4, 3]
+
+
+def test_all_or_none(client: Any, keeper: Keeper) -> None:
+    """Somebody else has changed one: nothing known of any of them changes."""
+    caches = of_lengths(client, 4, 6)
+    key = normal(9, H, 1, D)
+    keeper.caches[caches[1].name].append(0, key, key, append_id=1 << 63)
+    with pytest.raises(FailedPreconditionError) as caught:
+        client.caches.truncate(caches, [1, 1])
+    assert caught.value.actual_length == 7
+    assert [cache.length for cache in caches] == [4, 6]
+    assert [keeper.caches[cache.name].layers[0][0].shape[1] for cache in caches] == [4, 7]
+    caches[1].refresh()
+    client.caches.truncate(caches, 1)
+    del keeper.caches[caches[0].name]
+    for ask in (lambda: client.caches.fork(caches), lambda: client.caches.truncate(caches, 0)):
+        with pytest.raises(NotFoundError):
+            ask()
+    assert len(keeper.caches) == 1
+
+
+def test_forks_that_nobody_gets_are_given_up(client: Any, keeper: Keeper) -> None:
+    caches = of_lengths(client, 4, 6)
+
+    keeper.lose = ["Fork"] * 10
+    with pytest.raises(UnavailableError):
+        client.caches.fork(caches)
+    names = {cache.name for cache in caches}  # those of the list, since a loop tells the server only while it runs
+    until(lambda: {info.name for info in client.caches.list()} == names, "what was made in vain is deleted")
+
+
+def test_what_cannot_be_asked_for(client: Any, address: str, keeper: Keeper) -> None:
+    one, other = of_lengths(client, 2, 2)
+    keeper.asked.clear()
+    for ask, words in (
+        (lambda: client.caches.fork([]), r"^caches: expected one at least, found none$"),
+        (lambda: client.caches.fork([one, 3]), r"^caches: expected caches of this client, found 3$"),
+        (lambda: client.caches.fork([one], 0), r"^ttl: expected seconds, more than 0"),
+        (lambda: client.caches.truncate([], 1), r"^caches: expected one at least, found none$"),
+        (lambda: client.caches.truncate([one, one], 1), r"^caches: expected each cache once, found one twice$"),
+        (lambda: client.caches.truncate([one, other], [1]), r"^lengths: expected 2, one for each cache, found 1$"),
+        (
+            lambda: client.caches.truncate([one, other], [1, -1]),
+            r"^lengths\[1\]: .* of 0 or more, found -1$",
+        ),
+        (lambda: client.caches.truncate([one, other], 1.5), r"^lengths: expected an integer, found 1\.5$"),
+        (lambda: client.caches.truncate([one, other], "11"), r"^lengths\[0\]: expected an integer, found '1'$"),
+        (lambda: client.caches.truncate([one, other], None), r"^lengths: expected an integer, found None$"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            ask()
+        assert caught.value.field == words[1:].partition(":")[0].replace("\\", "")
+    with Client(address) as another, pytest.raises(InvalidRequestError, match="one of another client"):
+        another.caches.truncate([getattr(one, "target", one)], 1)
+    assert keeper.methods() == []
