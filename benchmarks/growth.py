@@ -92,7 +92,7 @@ def _in_process(tokens: int) -> list[Growth]:
         store.cancel(reservation)
 
     def fork(cache: Cache) -> Callable[[], None]:
-        forked = store.fork(cache, None, monotonic(), b"", None)
+        [forked] = store.fork([cache], [None], monotonic(), b"", None)
         return lambda: store.delete(forked)
 
     appended = _appends("append, in process", tokens, append)
@@ -126,7 +126,7 @@ def _steps(tokens: int) -> Growth:
         return statistics.median(_timed(run)[0] for _ in range(STEPS)) * 1e6
 
     trunk = append(store.create(SHAPE, None, monotonic(), Origin(None)), tokens)
-    forks = [append(store.fork(trunk, None, monotonic(), b"", None), 1) for _ in range(STEPPED)]
+    forks = [append(fork, 1) for fork in store.fork([trunk] * STEPPED, [None] * STEPPED, monotonic(), b"", None)]
     shared = times(forks)
     for cache in (trunk, *forks):
         store.delete(cache)
