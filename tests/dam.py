@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Set
 from contextlib import suppress
 from typing import Final, Self
 
@@ -30,9 +31,9 @@ class Dam:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
-    def connections(self) -> int:
-        """How many connections callers have open."""
-        return len(self._callers)
+    def connections(self) -> Set[socket.socket]:
+        """The connections that callers have open."""
+        return frozenset(self._callers.copy())
 
     def shut(self) -> None:
         """From now on no reply arrives."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -32,9 +33,10 @@ def peer(
     more: Mapping[str, Mapping[str, Unary]] = MappingProxyType({}),
     *,
     port: int = 0,
+    socket: Path | None = None,
 ) -> Iterator[str]:
-    """Serves on a port, a free one by default, and yields its address. `more` are further unary methods, by service and
-    by name.
+    """Serves on a port, a free one by default, or on a unix socket, and yields its address. `more` are further unary
+    methods, by service and by name.
     """
     options = [("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
     server = grpc.server(futures.ThreadPoolExecutor(16), options=options)
@@ -48,10 +50,11 @@ def peer(
         if service == SERVICE:
             methods["AttendStream"] = grpc.stream_stream_rpc_method_handler(stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}" if socket is None else f"unix:{socket}"
+    port = server.add_insecure_port(address)
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}" if socket is None else address
     finally:
         server.stop(None).wait()
 

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -102,6 +103,12 @@ def scarcity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return refused
 
 
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    """Where no other peer will ever be: a channel that gRPC has lost goes on connecting until the process ends."""
+    return tmp_path / "socket"
+
+
 def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
     """The first to fail is not gRPC, which would never again read from the channel."""
     stream = ending(lambda: scarcity.append(scarcity.pop() + 1))
@@ -111,9 +118,9 @@ def test_a_thread_that_nobody_gets_for_a_moment(scarcity: list[int]) -> None:
     assert scarcity == [0]
 
 
-def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], transport: Transport) -> None:
+def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], transport: Transport, socket: Path) -> None:
     """From then on gRPC reads from another channel."""
-    with peer(good, good_unary) as address:
+    with peer(good, good_unary, socket=socket) as address:
         client = Client(address, timeout=None, transport=transport)
         scarcity[0] = 1
         with pytest.raises(UnavailableError, match="thread"):
@@ -127,7 +134,9 @@ def test_a_thread_that_grpc_does_not_get_for_a_moment(scarcity: list[int], trans
 
 
 @pytest.mark.parametrize("those_before", [1, 2])
-def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.MonkeyPatch, those_before: int) -> None:
+def test_a_thread_that_grpc_does_not_get_for_a_stream(
+    monkeypatch: pytest.MonkeyPatch, socket: Path, those_before: int
+) -> None:
     """The SDK got its own; then gRPC got none to read with, or none to write with."""
     start, started = threading.Thread.start, iter(range(those_before + 1))
 
@@ -137,7 +146,7 @@ def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.Monkey
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    with peer(good) as address:
+    with peer(good, socket=socket) as address:
         client = Client(address, timeout=None)
         monkeypatch.setattr(threading.Thread, "start", scarce)
         assert client.submit(*[array(2)] * 3).result(PATIENCE_S).output[0, 0] == 2
@@ -148,9 +157,11 @@ def test_a_thread_that_grpc_does_not_get_for_a_stream(monkeypatch: pytest.Monkey
         assert not closing.is_alive()
 
 
-def test_while_there_is_no_thread_no_channel_more_is_lost(scarcity: list[int], transport: Transport) -> None:
+def test_while_there_is_no_thread_no_channel_more_is_lost(
+    scarcity: list[int], transport: Transport, socket: Path
+) -> None:
     """Each lost channel would keep a file descriptor."""
-    with peer(good, good_unary) as address:
+    with peer(good, good_unary, socket=socket) as address:
         client = Client(address, timeout=None, transport=transport)
         connection = client._calls.servers.connection()
         scarcity[0] = 100
