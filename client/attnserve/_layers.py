@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _SERVICE: Final = "/attnserve.v1.LayerService/"
 
-_LOAD_TIMEOUT: Final = 600.0
+LOAD_TIMEOUT: Final = 600.0
 """The default timeout of `load`, in seconds. It has one of its own because it may read gigabytes."""
 
 
@@ -101,7 +101,7 @@ class Layers:
         return self._calls.ask(_getting(name), timeout)
 
     def load(
-        self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
+        self, definitions: str, names: Names | None = None, *, timeout: Timeout = LOAD_TIMEOUT
     ) -> tuple[Layer, ...]:
         """Loads layers, all or none, and returns them by name. If a name is taken, the new layer replaces the old one
         at once. Caches that the old one has appended to stay as they are; callers notice by
@@ -145,7 +145,7 @@ class AsyncLayers:
         return await self._calls.ask(_getting(name), timeout)
 
     async def load(
-        self, definitions: str, names: Names | None = None, *, timeout: Timeout = _LOAD_TIMEOUT
+        self, definitions: str, names: Names | None = None, *, timeout: Timeout = LOAD_TIMEOUT
     ) -> tuple[Layer, ...]:
         """Loads layers on all servers, on each all or none, and returns them by name, as `Layers.load` does."""
         return await self._everywhere(_loading(definitions, names), timeout)

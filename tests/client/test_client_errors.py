@@ -176,12 +176,12 @@ def test_what_a_cache_has(metadata: dict[str, str], number: int | None) -> None:
 
 
 def test_the_id_in_the_servers_log_ends_the_message_of_a_fault() -> None:
-    info = rpc.RequestInfo(request_id="rpc-1/2")
+    info = rpc.RequestInfo(request_id="rpc-4f7d21-1/2")
     fault = error_from_status(status(grpc.StatusCode.INTERNAL, rpc.ErrorInfo(reason="COMPUTATION_FAILED"), info))
-    assert (fault.request_id, fault.reason) == ("rpc-1/2", "COMPUTATION_FAILED")
-    assert str(fault) == "key: expected this, found that (request rpc-1/2 in the server's log)"
+    assert (fault.request_id, fault.reason) == ("rpc-4f7d21-1/2", "COMPUTATION_FAILED")
+    assert str(fault) == "key: expected this, found that (request rpc-4f7d21-1/2 in the server's log)"
     invalid = error_from_status(status(grpc.StatusCode.INVALID_ARGUMENT, info))
-    assert (invalid.request_id, str(invalid)) == ("rpc-1/2", "key: expected this, found that")
+    assert (invalid.request_id, str(invalid)) == ("rpc-4f7d21-1/2", "key: expected this, found that")
     for details in ((), (rpc.RequestInfo(),)):
         silent = error_from_status(status(grpc.StatusCode.INTERNAL, *details))
         assert (silent.request_id, str(silent)) == (None, "key: expected this, found that")

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from scores import BROKEN, DEFINITION, PATIENCE_S, X, expected, weight, write
 
 from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
+from attnserve.__main__ import main
 from attnserve.v1 import layers_pb2
 from attnserve_server.errors import ComputationFailed
 from attnserve_server.rpc.layer_service import LayerService
@@ -97,6 +98,31 @@ async def test_what_is_there(layer_server: Server, layer_client: Client, models:
         assert await client.layers.list() == layers
         assert await client.layers.get("bert") == bert
     assert metrics(layer_server, "attnserve_layer_bytes") == {layer.name: layer.bytes for layer in layers}
+
+
+def test_the_command_changes_layers(changing: tuple[Server, Client], capsys: pytest.CaptureFixture[str]) -> None:
+    server, client = changing
+
+    def said(status: int, *flags: str) -> str:
+        assert main(["layers", *flags, server.address]) == status
+        out, err = capsys.readouterr()
+        assert not (out and err)
+        return out or err
+
+    assert said(0, "--unload", "one", "--unload", "two", "--unload", "one") == "2 unloaded\n"
+    assert said(0) == "no layers are loaded\n"
+    title, row = said(0, "--load", "layers.toml", "--only", "two").splitlines()
+    assert (title.split()[0], row.split()[0]) == ("name", "two")
+    assert [layer.name for layer in client.layers.list()] == ["two"]
+    assert [layer["name"] for layer in json.loads(said(0, "--load", "layers.toml", "--json"))] == ["one", "two"]
+    assert json.loads(said(0, "--unload", "one", "--json")) == {"unloaded": ["one"]}
+    assert "there is no layer 'one'" in said(1, "--unload", "two", "--unload", "one")
+    assert "nothing.toml" in said(1, "--load", "nothing.toml")
+    assert "expected names of layers in layers.toml, found 'three'" in said(
+        1, "--load", "layers.toml", "--only", "three"
+    )
+    assert said(2, "--only", "two") == "attnserve: --only: expected with --load FILE\n"
+    assert [layer.name for layer in client.layers.list()] == ["two"]
 
 
 def test_a_name_that_nothing_has(changing: tuple[Server, Client]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -146,7 +148,7 @@ def test_a_server_under_attack(start_server: Callable[..., Server]) -> None:
     assert (malformed["operation"], malformed["reason"]) == ("server_info", "MALFORMED_MESSAGE")
     lines = [line for line in others if "request_id" in line]
     assert BURST - 1 <= len(lines) < 300
-    assert all(re.fullmatch(r"rpc-\d+/\d+", line["request_id"]) for line in lines)
+    assert all(re.fullmatch(r"rpc-[0-9a-f]{6}-\d+/\d+", line["request_id"]) for line in lines)
     assert len(lines) + sum(line["left_out"] for line in others if "left_out" in line) == 1000
 
 
@@ -197,7 +199,7 @@ def test_refused_readers_of_metrics_are_in_the_log(start_server: Callable[..., S
     )
     assert (lacking["caller"], lacking["request_id"]) == ("ann", "mine?one")
     assert (nobody["code"], nobody["reason"], "caller" in nobody) == ("UNAUTHENTICATED", "NO_TOKEN", False)
-    assert re.fullmatch(r"http-\d+", nobody["request_id"])
+    assert re.fullmatch(r"http-[0-9a-f]{6}-\d+", nobody["request_id"])
     assert {line["reason"] for line in others} == {"UNKNOWN_TOKEN"}
     written = [line for line in others if "request_id" in line]
     assert BURST <= len(written) <= attempts
@@ -276,3 +278,12 @@ def test_a_caller_has_so_many_streams_and_no_more(start_server: Callable[..., Se
     assert server.stop() == 0
     (line,) = (line for line in server.stderr().splitlines() if "reason=TOO_MANY_STREAMS" in line)
     assert "operation=attend_stream" in line
+
+
+def test_ids_of_another_process_are_others() -> None:
+    """So a line is found in the logs of several replicas."""
+    module = "attnserve_server.observability.refusals"
+    code = f"from {module} import request_id; print(request_id('rpc', ()), request_id('rpc', ()))"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    processes = {each.rpartition("-")[0] for each in (*said, request_id("rpc", ()))}
+    assert len(set(said)) == len(processes) == 2

@@ -79,6 +79,6 @@ def test_times_are_told_however_short(needed: float, left: float, said: str) -> 
 def test_a_fault_has_the_id_of_its_line_in_the_log_once_that_is_known() -> None:
     fault = ComputationFailed("a kernel")
     assert [type(detail) for detail in fault.details()] == [ErrorInfo]
-    fault.request_id = "rpc-1/2"
-    assert fault.details()[1:] == [RequestInfo(request_id="rpc-1/2")]
+    fault.request_id = "rpc-4f7d21-1/2"
+    assert fault.details()[1:] == [RequestInfo(request_id="rpc-4f7d21-1/2")]
     assert Status.FromString(fault.encoded_status()) == fault.status()

@@ -36,6 +36,7 @@ from attnserve._commands.connection_flags import (
 from attnserve._commands.endpoint import METRICS_PORT
 from attnserve._commands.texts import info_text, layers_text, pool_text, room_text
 from attnserve._errors import AttnServeError, DeadlineExceededError, PermissionDeniedError, UnavailableError
+from attnserve._layers import LOAD_TIMEOUT
 from attnserve._settings.config import ANYHOW, DEFAULT_ADDRESS
 from attnserve._version import __version__
 
@@ -59,6 +60,8 @@ _NO_HTTP_2: Final = "missing selected ALPN property"
 """What they say where TLS is spoken, and HTTP/2 not offered."""
 _OTHER_NAME: Final = "Hostname Verification Check failed"
 """What they say where the server's certificate is of another name."""
+_TIMEOUT: Final = 5.0
+"""How long to wait, in seconds, unless a command says otherwise."""
 _LONGEST: Final = 1e9
 """Seconds: thirty years, which all systems' clocks can wait for."""
 
@@ -183,21 +186,41 @@ def _parser() -> argparse.ArgumentParser:
         "arguments; 130 after ctrl-c.",
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
-    common = _Parser(add_help=False)
-    common.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
-    common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long to wait (%(default)s)"
-    )
-    add_flags(common)
+    common = _common(_TIMEOUT, "%(default)s")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, ask, help_text in (
         ("info", _info, "show a server's version, device, limits and settings"),
-        ("layers", _layers, "list a server's loaded layers"),
+        ("layers", _layers, "list a server's loaded layers, or load or unload some"),
         ("caches", _caches, "list the caller's caches on a server, or delete some"),
     ):
-        command = commands.add_parser(name, parents=[common], help=help_text, description=f"{help_text.capitalize()}.")
+        parent = _common(None, f"{_TIMEOUT}; to load, {LOAD_TIMEOUT}") if ask is _layers else common
+        command = commands.add_parser(name, parents=[parent], help=help_text, description=f"{help_text.capitalize()}.")
         command.set_defaults(run=_ask, ask=ask, options=(ANYHOW,))
+        if ask is _layers:
+            change = command.add_mutually_exclusive_group()
+            change.add_argument(
+                "--load",
+                type=not_empty,
+                metavar="FILE",
+                help="load the layers that this file defines, a path in the server's model directory; a layer of the "
+                "same name is replaced",
+            )
+            change.add_argument(
+                "--unload",
+                action="append",
+                type=not_empty,
+                default=[],
+                metavar="NAME",
+                help="unload this one, and others that are named in the same way",
+            )
+            command.add_argument(
+                "--only",
+                action="append",
+                type=not_empty,
+                default=[],
+                metavar="NAME",
+                help="of the file's layers, load this one, and others that are named in the same way",
+            )
         if ask is _caches:
             command.add_argument(
                 "--delete",
@@ -247,6 +270,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _common(timeout: float | None, shown: str) -> _Parser:
+    """The arguments of commands that ask the service something. The default timeout is given, and as help shows it."""
+    common = _Parser(add_help=False)
+    common.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help="host:port or unix:/path (%(default)s)")
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument(
+        "--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"how long to wait ({shown})"
+    )
+    add_flags(common)
+    return common
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -289,7 +324,16 @@ def _info(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _layers(client: Client, parsed: argparse.Namespace) -> tuple[Any, str]:
-    layers = client.layers.list(timeout=parsed.timeout)
+    timeout = parsed.timeout or _TIMEOUT
+    if parsed.only and not parsed.load:
+        raise UsageError("--only: expected with --load FILE")
+    if parsed.unload:
+        client.layers.unload(parsed.unload, timeout=timeout)
+        return {"unloaded": sorted(set(parsed.unload))}, f"{len(set(parsed.unload))} unloaded"
+    if parsed.load:
+        layers = client.layers.load(parsed.load, parsed.only or None, timeout=parsed.timeout or LOAD_TIMEOUT)
+    else:
+        layers = client.layers.list(timeout=timeout)
     return [dataclasses.asdict(layer) for layer in layers], layers_text(layers)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from functools import cache
 from time import monotonic
@@ -42,6 +43,8 @@ _LEVELS: Final = {
 }
 """Mistakes of callers are INFO. A request that its caller gives up is no refusal."""
 
+_PROCESS: Final = secrets.token_hex(3)
+"""In the ids of this process, so that those of several replicas differ."""
 _numbers = itertools.count(1)
 
 
@@ -52,12 +55,12 @@ def request_id_of(context: aio.ServicerContext[Any, Any]) -> str:
 
 def request_id(kind: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
     """A request's id in the log: the one that its caller gave in the metadata or header field `x-request-id`, else a
-    number of our own.
+    number of our own, behind what tells this process from others.
     """
     for key, value in fields:
         if key == REQUEST_ID and isinstance(value, str) and value:
             return _NOT_FOR_LOGS.sub("?", value[:MAX_ID])
-    return f"{kind}-{next(_numbers)}"
+    return f"{kind}-{_PROCESS}-{next(_numbers)}"
 
 
 @cache
