@@ -137,6 +137,8 @@ def no_array(client: Client) -> None:
     """Never run. mypy sees that these are no arrays, or it would say that the comments are not needed."""
     client.attend(None)  # type: ignore[arg-type]
     client.apply(LAYER, {1, 2})  # type: ignore[arg-type]
+    client.attend(FLOATS, {1, 2}, TENSOR)  # type: ignore[arg-type]
+    client.attend(FLOATS, FLOATS, FLOATS, mask=object())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ an array of (`__array__`): tensors would fit it, too. Type checkers refuse such 
 declare them as ``Any``.
 """
 
-ArrayLike: TypeAlias = Any
-"""A NumPy array, a torch tensor, or numbers in lists."""
+ArrayLike: TypeAlias = ArrayOf[Any]
+"""The same where the result does not depend on its type."""
 
 Names: TypeAlias = str | Iterable[str]
 """One name or several."""

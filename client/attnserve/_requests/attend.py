@@ -105,8 +105,8 @@ class AttendCall(EncodedCall[AttentionResult[ArrayT]], Generic[ArrayT]):
 
 def encode_attend(
     query: ArrayOf[KindT],
-    key: ArrayLike,
-    value: ArrayLike,
+    key: ArrayLike | None,
+    value: ArrayLike | None,
     resident: bool = False,
     *,
     causal: Causal | None = False,
