@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
-from attnserve._caching.caches import AsyncCache, AsyncCaches, find_soon
+from attnserve._caching.caches import AsyncCache, AsyncCaches
+from attnserve._caching.finding import find_soon
 from attnserve._caching.pending import pending
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from attnserve._caching import plans
-from attnserve._caching.caches import Cache, Caches, find
+from attnserve._caching.caches import Cache, Caches
+from attnserve._caching.finding import find
 from attnserve._errors import ClientClosedError, DeadlineExceededError, UnavailableError
 from attnserve._health import LIVENESS, READINESS, Patience
 from attnserve._info import SERVER_INFO, ServerInfo

@@ -184,12 +184,17 @@ class StoreMachine(World, RuleBasedStateMachine):
             self.truncate(operation)
 
     def place(self, operation: Operation) -> None:
+        refusal: CacheFull | InvalidRequest | None = None
         try:
             operation.placements = list(self.store.place(operation.reservation, self.now))
-        except (CacheFull, InvalidRequest):
+        except (CacheFull, InvalidRequest) as error:
+            refusal = error
+        if refusal is not None:
             self.see_evictions(keep=operation.models)
             assert operation.surprised or not operation.foreseen, "what it needs was foreseen, and promised"
             self.come_to_nothing(operation)
+            free = {"free_bytes": str(self.store.free_bytes)} if isinstance(refusal, CacheFull) else {}
+            assert free.items() <= refusal.metadata.items()
             return
         self.see_evictions(keep=operation.models)
         operation.state = "begun"

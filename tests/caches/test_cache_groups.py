@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import secrets
+import tracemalloc
 from typing import Any
 
 import calls
@@ -17,7 +20,7 @@ from stores import SHAPE, append, store_of
 from attnserve.v1 import caches_pb2
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.operations import Fork, Truncate
-from attnserve_server.caches.store import Truncation
+from attnserve_server.caches.store import MOST_TRUNCATIONS, Truncation
 from attnserve_server.caches.work import Use
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, NotFound, Overloaded
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -236,3 +239,73 @@ async def test_a_group_that_fails_at_its_turn_changes_nothing(bench: Bench) -> N
     assert "truncations[1] has 9 tokens, not 5" in str(error)
     assert [cache.length(0) for cache in caches] == [5, 9]
     await bench.finished()
+
+
+async def test_what_stands_behind_a_group_that_must_fail_is_promised_its_pages(bench: Bench) -> None:
+    """One cache is too short for what is asked: no cache of the group will be cut off, so an append behind it counts on
+    the length that is there.
+    """
+    caches = [bench.create(5), bench.create(5)]
+    bench.device.may_run.clear()
+    running = [bench.attend(cache, seed=1) for cache in caches]
+    await bench.device.until_entered()
+    cuts = submitted(bench, caches, [0, 6])
+    assert caches[0].coming_length(0) == 5
+    behind = bench.append(caches[0], seed=2, count=3, expected_length=5)
+    assert caches[0].coming_length(0) == 8
+    assert caches[0].layers[0].promised == caches[0].layers[0].pages_for(3)
+    bench.device.may_run.set()
+    for entry in running:
+        await bench.check(entry, (0, 5))
+    assert isinstance(await bench.outcome(cuts), InvalidRequest)
+    assert isinstance(await bench.outcome(behind), Outcome)
+    assert [cache.length(0) for cache in caches] == [8, 5]
+    await bench.finished()
+
+
+def test_one_id_shows_that_all_were_cut(caller: Caller) -> None:
+    """Also behind a cache whose own id has been forgotten, and whose length is another by now."""
+    names = of_lengths(caller, 4, 6)
+    cuts = [cut(name, 2, expected_length=length, truncation_id=9) for name, length in zip(names, (4, 6), strict=True)]
+    caller.truncations(*cuts)
+    for number in range(MOST_TRUNCATIONS):
+        caller.truncate(names[0], 2, truncation_id=100 + number)
+    assert refused(lambda: caller.truncations(*cuts))[2] == {"name": names[1], "length": "2", "truncated": "true"}
+
+
+def test_no_more_than_there_may_be(start_server: Any) -> None:
+    """What can never be done is no matter of waiting for room, and evicts nothing."""
+    server: Server = start_server("--max-caches", "5", "--max-cache-layers", "8192")
+    with grpc.insecure_channel(server.address) as channel:
+        caller = Caller(channel)
+        [name] = of_lengths(caller, 1)
+        assert refused(lambda: caller.forks([name] * 6))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, ["names"])
+        deep = [caller.create(layers=8192), caller.create(layers=8192)]
+        assert refused(lambda: caller.forks([*deep, name]))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, ["names"])
+        cuts = [cut(each, 0) for each in (*deep, name)]
+        assert refused(lambda: caller.truncations(*cuts))[1] == ["truncations"]
+        assert len(caller.forks(deep)) == 2
+        assert len(caller.truncations(*cuts[:2])) == 2
+
+
+def test_forks_that_are_gone_take_no_memory_for_those_that_are_left() -> None:
+    """A search that goes on with one of many beams, again and again."""
+    store = store_of(4, max_caches=1000)
+    trunk = store.create(SHAPE, None, 0.0)
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            _, *others = store.fork([trunk] * 100, [None] * 100, 0.0, secrets.token_bytes(16), None)
+            for other in others:
+                store.delete(other)
+
+    go_on(10)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    go_on(50)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(store) == 61
+    assert grown < 50 * 20_000, "names of a hundred take 8 KB, and a hundred caches 60"

@@ -198,7 +198,7 @@ class Keeper:
     def _fork(self, request: caches_pb2.CacheServiceForkRequest) -> Message:
         if (made := self._made.get(request.request_id)) is not None:
             return caches_pb2.CacheServiceForkResponse(caches=[fork.describe() for fork in made])
-        self._made[request.request_id] = forks = []
+        forks = []
         for kept in [self._find(name) for name in request.names]:
             info = kept.describe()
             info.name = next(self._names)
@@ -206,6 +206,7 @@ class Keeper:
                 info.ttl.CopyFrom(request.ttl)
             self.caches[info.name] = fork = Kept(info, list(kept.layers))
             forks.append(fork)
+        self._made[request.request_id] = forks
         return caches_pb2.CacheServiceForkResponse(caches=[fork.describe() for fork in forks])
 
     def _truncate(self, request: caches_pb2.CacheServiceTruncateRequest) -> Message:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cache_keeper import Keeper
 from cached import QUERY, D, H, address, client, keeper, normal, part, reference, transport
 from calls import until
+from conftest import Server
 
-from attnserve import Client, FailedPreconditionError, InvalidRequestError, NotFoundError, UnavailableError
+from attnserve import (
+    AsyncClient,
+    AttnServeError,
+    Client,
+    FailedPreconditionError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -51,6 +62,9 @@ def test_drafts_are_taken_back(client: Any, keeper: Keeper) -> None:
     client.caches.truncate(caches[0], [0])
     client.caches.truncate(caches[1:], np.array([1, 2]))
     assert [cache.length for cache in caches] == [0, 1, 2]
+    client.caches.truncate(caches[1:], np.array(1))
+    client.caches.truncate(caches[1:], (number for number in (1, 0)))
+    assert [cache.length for cache in caches] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("losses", [1, 2])
@@ -111,6 +125,9 @@ def test_what_cannot_be_asked_for(client: Any, address: str, keeper: Keeper) -> 
         (lambda: client.caches.truncate([one, other], 1.5), r"^lengths: expected an integer, found 1\.5$"),
         (lambda: client.caches.truncate([one, other], "11"), r"^lengths\[0\]: expected an integer, found '1'$"),
         (lambda: client.caches.truncate([one, other], None), r"^lengths: expected an integer, found None$"),
+        (lambda: client.caches.truncate([one, other], {1, 2}), r"^lengths: .* the order of the caches, found a set$"),
+        (lambda: client.caches.truncate([one, other], {1: 2}), r"^lengths: .* the order of the caches, found a dict$"),
+        (lambda: client.caches.fork([one] * 257), r"^caches: expected at most 256, found 257$"),
     ):
         with pytest.raises(InvalidRequestError, match=words) as caught:
             ask()
@@ -118,3 +135,59 @@ def test_what_cannot_be_asked_for(client: Any, address: str, keeper: Keeper) -> 
     with Client(address) as another, pytest.raises(InvalidRequestError, match="one of another client"):
         another.caches.truncate([getattr(one, "target", one)], 1)
     assert keeper.methods() == []
+
+
+class Asked(NamedTuple):
+    """What is asked of two caches of a server, with 5 tokens and 2."""
+
+    ask: Callable[[Any, list[Any]], object]
+    error: type[AttnServeError]
+    says: str
+    """Begins with the field, if there is one."""
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(lambda client, caches: caches[0].truncate(6), InvalidRequestError, "length: "),
+        Asked(lambda client, caches: client.caches.truncate(caches, [1, 9]), InvalidRequestError, "lengths[1]: "),
+        Asked(lambda client, caches: client.caches.truncate(caches, 3), InvalidRequestError, "lengths: "),
+        Asked(lambda client, caches: client.caches.fork(caches * 5), InvalidRequestError, "caches: expected at most 8"),
+        Asked(
+            lambda client, caches: client.caches.truncate(caches, [9, 9]), FailedPreconditionError, "caches[1] has 2 "
+        ),
+        Asked(lambda client, caches: caches[1].truncate(9), FailedPreconditionError, "the cache has 2 tokens, not 3"),
+    ],
+    ids=lambda asked: asked.says.partition(" ")[0] if isinstance(asked, Asked) else asked.__name__,
+)
+async def test_errors_name_what_the_caller_gave(small_server: Server, kind: type, asked: Asked) -> None:
+    """And not what it is called on the wire."""
+
+    async def done(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
+    client: Any = kind(small_server.address)
+    caches = [await done(client.create_cache(H, D)) for _ in range(2)]
+    for cache, length in zip(caches, (5, 2), strict=True):
+        await done(cache.append(*part(0, length)))
+    if asked.error is FailedPreconditionError:
+        caches[0]._state.tokens[0], caches[1]._state.tokens[0] = 5, 3  # as if another writer had truncated it
+    with pytest.raises(asked.error) as caught:
+        await done(asked.ask(client, caches))
+    assert str(caught.value).startswith(asked.says)
+    if isinstance(caught.value, InvalidRequestError):
+        assert caught.value.field == asked.says.partition(":")[0]
+    else:
+        assert isinstance(caught.value, FailedPreconditionError)
+        assert caught.value.actual_length == 2
+    await done(client.caches.delete([cache.name for cache in caches]))
+    await done(client.close())
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that has few caches."""
+    server = Server(("--device", "cpu", "--max-caches", "8"), tmp_path_factory.mktemp("small") / "stderr")
+    yield server
+    assert server.stop() == 0, server.stderr()

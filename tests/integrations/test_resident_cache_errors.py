@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnserve import AsyncClient, Cache, Client, InvalidRequestError, NotFoundError, OverloadedError
+from attnserve._caching.caches import Caches
+from attnserve.integrations import _sequences
 from attnserve.integrations.transformers import ResidentCache, register
 
 __all__ = ["client", "llama", "no_gradients", "nothing_left"]
@@ -244,3 +247,54 @@ def test_a_full_pool(start_server: Callable[..., Any], llama: PreTrainedModel) -
             cache.fork()
         assert len(client.caches.list()) == 2
         llama(tokens(2, 1), **{CACHE: cache})
+
+
+def test_a_truncation_whose_answer_is_lost(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in doubt, like an append: the next one finds out how long the sequences are."""
+    truncate = Caches.truncate
+
+    def lost(self: Caches, caches: Any, lengths: Any, **options: Any) -> None:
+        before = [list(cache._state.tokens) for cache in caches]
+        truncate(self, caches, lengths, **options)
+        for cache, known in zip(caches, before, strict=True):
+            cache._state.tokens[:] = known
+        raise OverloadedError("not now")
+
+    with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+        cache.update(*torch.randn(2, 2, 2, 5, 8), 0)
+        cache.update(*torch.randn(2, 2, 2, 5, 8), 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Caches, "truncate", lost)
+            with pytest.raises(OverloadedError):
+                cache.truncate(3)
+        cache.truncate(2)
+        assert [info.lengths[0] for info in client.caches.list()] == [2, 2]
+
+
+def test_more_sequences_than_a_server_takes_in_one_request(
+    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Portions are all made, or none is left; and the error is that of the server, not of another that is out of
+    reach.
+    """
+    monkeypatch.setattr(_sequences, "AT_ONCE", 2)
+    server = start_server("--max-caches", "9")
+    with (
+        socket.socket() as nobody,  # where nobody can listen meanwhile
+        Client(server.address) as client,
+    ):
+        nobody.bind(("127.0.0.1", 0))
+        both = Client([server.address, f"127.0.0.1:{nobody.getsockname()[1]}"], retries=1)
+        with ResidentCache(client, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+            cache.update(*torch.randn(2, 5, 2, 4, 8), 0)
+            cache.update(*torch.randn(2, 5, 2, 3, 8), 0)
+            cache.truncate(3)
+            assert [info.lengths[0] for info in client.caches.list()] == [3] * 5
+            cache.batch_select_indices(torch.tensor([4, 1, 1, 1, 1, 0]))
+            assert [info.lengths[0] for info in client.caches.list()] == [3] * 6
+        with both, ResidentCache(both, transformers.LlamaConfig(**LLAMA_SIZES)) as cache:
+            cache.update(*torch.randn(2, 5, 2, 4, 8), 0)
+            cache.update(*torch.randn(2, 5, 2, 4, 8), 0)
+            with pytest.raises(OverloadedError):
+                cache.fork()
+            assert len(client.caches.list()) == 5

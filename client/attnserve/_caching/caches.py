@@ -9,14 +9,15 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
+from attnserve._caching.finding import find, find_soon, in_vain
 from attnserve._caching.listing import Listing
 from attnserve._caching.pending import pending
 from attnserve._caching.state import CacheState, Handle
-from attnserve._errors import AttnServeError, DeadlineExceededError, NotFoundError, UnavailableError
+from attnserve._errors import AttnServeError
 from attnserve._requests import arguments, cache_requests
 from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
 from attnserve._requests.attend import AttendOptions, encode_attend
@@ -25,13 +26,8 @@ from attnserve._requests.result import AttentionResult
 from attnserve._settings.config import Timeout
 
 if TYPE_CHECKING:
-    from attnserve import _task_calls as task_calls
-    from attnserve import _thread_calls as thread_calls
     from attnserve._async_client import AsyncClient
     from attnserve._client import Client
-
-_OUT_OF_REACH: Final = (UnavailableError, DeadlineExceededError)
-"""Errors of one server by which nothing is known of what it has."""
 
 
 class Cache(Handle):
@@ -251,7 +247,11 @@ class Caches:
         return _fork(self._client, plans.to_fork(self._calls.turns, caches), ttl, timeout)
 
     def truncate(
-        self, caches: Cache | Iterable[Cache], lengths: int | Sequence[int], *, timeout: Timeout = ...
+        self,
+        caches: Cache | Iterable[Cache],
+        lengths: int | Iterable[int],
+        *,
+        timeout: Timeout = ...,
     ) -> None:
         """Cuts caches off, in one request, all or none: each at a length of its own (as the tokens of a draft model are
         accepted or not), or all at one. At most 256, on one server, each once. Otherwise everything is as with
@@ -283,7 +283,7 @@ class Caches:
             except AttnServeError as error:  # the server's other portions might each take the timeout, too
                 failures.append(error)
         if failures:
-            raise _in_vain(failures)
+            raise in_vain(failures)
 
 
 class AsyncCaches:
@@ -315,7 +315,11 @@ class AsyncCaches:
         return await _fork_soon(self._client, plans.to_fork(self._calls.turns, caches), ttl, timeout)
 
     async def truncate(
-        self, caches: AsyncCache | Iterable[AsyncCache], lengths: int | Sequence[int], *, timeout: Timeout = ...
+        self,
+        caches: AsyncCache | Iterable[AsyncCache],
+        lengths: int | Iterable[int],
+        *,
+        timeout: Timeout = ...,
     ) -> None:
         """Cuts caches off, in one request, all or none, as `Caches.truncate` does."""
         seconds = self._calls.seconds(timeout)
@@ -341,7 +345,7 @@ class AsyncCaches:
             except AttnServeError as error:  # the server's other portions might each take the timeout, too
                 failures.append(error)
         if failures:
-            raise _in_vain(failures)
+            raise in_vain(failures)
 
 
 def _fork(client: Client, states: Sequence[CacheState], ttl: float | None, timeout: Timeout) -> tuple[Cache, ...]:
@@ -368,32 +372,3 @@ async def _fork_soon(
         forks = tuple(AsyncCache(client, info, home) for info in infos)
         making.done()
     return forks
-
-
-def find(calls: thread_calls.Calls, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
-    """Describes one cache, and gives the address of its server if the client knows several. Raises what `Caches.get`
-    does.
-    """
-    failures: list[AttnServeError] = []
-    for home in calls.servers.homes(calls.seconds(timeout)):
-        try:
-            return calls.ask(cache_requests.get(name), timeout, home), home
-        except (NotFoundError, *_OUT_OF_REACH) as error:
-            failures.append(error)
-    raise _in_vain(failures)
-
-
-async def find_soon(calls: task_calls.Calls, name: str, timeout: Timeout) -> tuple[CacheInfo, str | None]:
-    """The same for asyncio."""
-    failures: list[AttnServeError] = []
-    for home in await calls.servers.homes_soon(calls.seconds(timeout)):
-        try:
-            return await calls.ask(cache_requests.get(name), timeout, home), home
-        except (NotFoundError, *_OUT_OF_REACH) as error:
-            failures.append(error)
-    raise _in_vain(failures)
-
-
-def _in_vain(failures: Sequence[AttnServeError]) -> AttnServeError:
-    """The error to raise of those of several servers: that one is out of reach, if one is."""
-    return next((failure for failure in failures if isinstance(failure, _OUT_OF_REACH)), failures[-1])

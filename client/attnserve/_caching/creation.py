@@ -3,9 +3,10 @@
 A creation may be given up, time out, or lose its connection once too often, and the server may have made the cache all
 the same. That would stay until its lease ends, or for ever if it has none, and nobody would know its name.
 
-In: the request of a creation or a fork, the servers that there are, how each attempt ended. Out: which server to ask
-next, and after how long; at the end, a request to each server that may have made the cache, to delete it, or not to
-make it if the creation arrives later. No I/O: the clients send these requests, and do not wait for the replies.
+In: the request of a creation, or of one or several forks, the servers that there are, how each attempt ended. Out:
+which server to ask next, and after how long; at the end, a request to each server that may have made what was asked
+for, to delete it, or not to make it if the creation arrives later. No I/O: the clients send these requests, and do not
+wait for the replies.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ success only: if a caller repeats an operation that failed but did run, it is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+from attnserve._caching.groups import AT_ONCE, Words, at_once, cache_at, in_words_of_caller
 from attnserve._caching.state import CacheState, Handle, Handles
 from attnserve._caching.turns import Turns
 from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
@@ -48,9 +49,6 @@ Request: TypeAlias = EncodedCall[Any] | Rpc[Any, Any]
 
 Steps: TypeAlias = Generator[Request, Any, T]
 """Yields requests, is sent their results, and returns the result of the operation."""
-
-_AT_ONCE: Final = 256
-"""The most caches that a server truncates in one request."""
 
 
 class Plan(NamedTuple, Generic[T]):
@@ -96,38 +94,53 @@ def append(
 def truncate(cache: CacheState, length: int, timeout: float | None) -> Plan[None]:
     """Truncates all layers to a length."""
     length = arguments.count("length", length, 0, 63)
-    return Plan(_truncating((cache,), (length,)), (cache,), True, timeout)
+    return Plan(_truncating((cache,), (length,), lambda index, is_length: "length"), (cache,), True, timeout)
 
 
-def truncate_all(turns: Turns, caches: Handles, lengths: int | Sequence[int], timeout: float | None) -> Plan[None]:
+def truncate_all(turns: Turns, caches: Handles, lengths: int | Iterable[int], timeout: float | None) -> Plan[None]:
     """Truncates caches to lengths of their own, or to one for all."""
-    states = _checked(turns, caches)
-    if isinstance(lengths, Iterable):
-        each = [arguments.count(f"lengths[{index}]", length, 0, 63) for index, length in enumerate(lengths)]
-    else:
-        each = [arguments.count("lengths", lengths, 0, 63)] * len(states)
-    if len(each) != len(states):
+    states = at_once(_checked(turns, caches))
+    if isinstance(lengths, Set | Mapping):
         raise InvalidRequestError(
-            f"lengths: expected {len(states)}, one for each cache, found {len(each)}", field="lengths"
+            f"lengths: expected them in the order of the caches, found a {type(lengths).__name__}", field="lengths"
         )
-    return Plan(_truncating(states, each), states, True, timeout)
+    is_one = getattr(lengths, "ndim", None) == 0  # an array of one number has the method to iterate over it, too
+    if isinstance(lengths, Iterable) and not is_one:
+        each = [arguments.count(f"lengths[{index}]", length, 0, 63) for index, length in enumerate(lengths)]
+        if len(each) != len(states):
+            raise InvalidRequestError(
+                f"lengths: expected {len(states)}, one for each cache, found {len(each)}", field="lengths"
+            )
+        return Plan(_truncating(states, each, cache_at), states, True, timeout)
+    one = arguments.count("lengths", lengths, 0, 63)
+    steps = _truncating(
+        states, [one] * len(states), lambda index, is_length: "lengths" if is_length else cache_at(index, False)
+    )
+    return Plan(steps, states, True, timeout)
 
 
-def _truncating(states: Sequence[CacheState], lengths: Sequence[int]) -> Steps[None]:
+def _truncating(states: Sequence[CacheState], lengths: Sequence[int], words: Words) -> Steps[None]:
     _write(states)
-    after = yield from _cut(states, lengths, [max(state.tokens) for state in states])
+    after = yield from _cut(states, lengths, [max(state.tokens) for state in states], words)
     for state, tokens in zip(states, after, strict=True):
         state.tokens[:] = tokens
 
 
 def to_fork(turns: Turns, caches: Handles) -> Sequence[CacheState]:
     """The states of caches that are to be forked, each as often as it is given."""
-    return _checked(turns, caches, repeated=True)
+    return at_once(_checked(turns, caches, repeated=True))
 
 
 def fork(states: Sequence[CacheState], rpc: Rpc[Any, T], timeout: float | None) -> Plan[T]:
     """Makes other caches with the same content, by `rpc`, a request to fork them."""
-    return Plan(_one(rpc), list(dict.fromkeys(states)), False, timeout)
+    return Plan(_forking(rpc), list(dict.fromkeys(states)), False, timeout)
+
+
+def _forking(rpc: Rpc[Any, T]) -> Steps[T]:
+    try:
+        return cast(T, (yield rpc))
+    except InvalidRequestError as error:
+        raise in_words_of_caller(error, cache_at) from None
 
 
 def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
@@ -219,10 +232,10 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
                 raise
             appended: FailedPreconditionError | None = error
         longer = [each for each in zip(states, before, _after(before, call.appends), strict=True) if each[2] > each[1]]
-        for first in range(0, len(longer), _AT_ONCE):
-            some, lengths, found = zip(*longer[first : first + _AT_ONCE], strict=True)
+        for first in range(0, len(longer), AT_ONCE):
+            some, lengths, found = zip(*longer[first : first + AT_ONCE], strict=True)
             try:
-                yield from _cut(some, lengths, found)
+                yield from _cut(some, lengths, found, partial(_one_of, states, some))
             except FailedPreconditionError as even_longer:  # another writer has appended behind us
                 raise appended or even_longer from None
             appended = None  # what was appended is no longer in all caches, so `error` is not true any more
@@ -231,16 +244,21 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
     return result
 
 
+def _one_of(states: Sequence[CacheState], some: Sequence[CacheState], index: int, is_length: bool) -> str:
+    """The words for some of the caller's caches, which the caller does not know to be truncated."""
+    return cache_at(states.index(some[index]), False)
+
+
 def _one(rpc: Rpc[Any, T]) -> Steps[T]:
     """The steps of an operation that is a single request."""
     return cast(T, (yield rpc))
 
 
 def _cut(
-    states: Sequence[CacheState], lengths: Sequence[int], expected: Sequence[int]
+    states: Sequence[CacheState], lengths: Sequence[int], expected: Sequence[int], words: Words
 ) -> Steps[Sequence[Sequence[int]]]:
     """Truncates caches to lengths of their own, all or none, and once. The result is the lengths of their layers after
-    that.
+    that. Errors are in these words.
     """
     truncations = [
         Truncation(state.info, length, before, next(state.ids))
@@ -248,9 +266,11 @@ def _cut(
     ]
     try:
         infos: Sequence[CacheInfo] = yield cache_requests.truncate(truncations)
+    except InvalidRequestError as error:
+        raise in_words_of_caller(error, words) from None
     except FailedPreconditionError as error:
         if not error.truncated:
-            raise
+            raise in_words_of_caller(error, words) from None
         return [[min(tokens, length) for tokens in state.tokens] for state, length in zip(states, lengths, strict=True)]
     return [info.lengths for info in infos]
 

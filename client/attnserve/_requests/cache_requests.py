@@ -256,7 +256,7 @@ def deletions(names: Names) -> list[Rpc[pb.CacheServiceDeleteResponse, None]]:
 
 
 def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
-    """Deletes the cache that a creation or a fork has made; if that request arrives later, it makes none."""
+    """Deletes what the request of a creation or of forks has made; if that request arrives later, it makes nothing."""
     request = pb.CacheServiceDeleteRequest(request_ids=[made.request.request_id])  # type: ignore[attr-defined]
     return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attnserve import AttentionResult
+from attnserve._caching.groups import AT_ONCE
 
 if TYPE_CHECKING:
     from attnserve import Cache, Client
-
-
-_AT_ONCE: Final = 256
 
 
 class Sequences:
@@ -84,8 +82,9 @@ class Sequences:
         for cache in self._caches if self._in_doubt else ():
             cache.refresh()
         longer = [cache for cache in self._caches if max(cache.lengths) > length]
-        for some in _portions(longer):
-            self._client.caches.truncate(some, length)
+        with self._doubted():
+            for some in _portions(longer):
+                self._client.caches.truncate(some, length)
         self._in_doubt = False
 
     def select(self, indices: Sequence[int]) -> None:
@@ -111,9 +110,9 @@ class Sequences:
         forks: list[Cache] = []
         with ExitStack() as undo:
             for some in _portions(caches):
-                made = self._client.caches.fork(some)
-                undo.callback(self._client.caches.delete, [fork.name for fork in made])
-                forks += made
+                for fork in self._client.caches.fork(some):
+                    undo.callback(fork.delete)
+                    forks.append(fork)
             undo.pop_all()
         return forks
 
@@ -139,4 +138,4 @@ class Sequences:
 
 def _portions(caches: Sequence[Cache]) -> Iterator[Sequence[Cache]]:
     """The caches, as many at a time as a server forks or truncates."""
-    return (caches[first : first + _AT_ONCE] for first in range(0, len(caches), _AT_ONCE))
+    return (caches[first : first + AT_ONCE] for first in range(0, len(caches), AT_ONCE))

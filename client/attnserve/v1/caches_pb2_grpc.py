@@ -107,8 +107,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Makes other caches with the same content as some, in constant time: existing content is shared, and what either
-        appends is its own. All forks are made, or if one cannot be, none. Errors: NOT_FOUND, INVALID_ARGUMENT,
+        """Makes other caches with the content of some, each in constant time: what is there is shared, and what a cache or its
+        fork appends is its own. All forks are made, or if one cannot be, none. Errors: NOT_FOUND, INVALID_ARGUMENT,
         RESOURCE_EXHAUSTED, CANCELLED (as for Create).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

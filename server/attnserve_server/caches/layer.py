@@ -204,24 +204,34 @@ class CacheLayer:
         """Undoes appends, back to `length` tokens and the `appends` of then; `copied` is the page that was copied, if
         any, which the layer holds again.
         """
-        self.truncate(length)
+        cut([self], length)
         self.appends = appends
         if copied is not None:
             numbers = self._to_change()
             self._allocator.release(numbers[-1:])
             numbers[-1] = copied
 
-    def truncate(self, length: int) -> None:
-        """Drops everything behind the first `length` tokens, and releases the pages; it must have that many."""
+    def drop(self, length: int) -> tuple[array[int], array[int]]:
+        """Drops everything behind the first `length` tokens; it must have that many. Returns the pages of which it has
+        become another holder, and those that it holds no more: the caller tells the allocator (`cut`).
+        """
         pages = self.pages_of(length)
+        shared = dropped = _NO_PAGES.numbers
         if pages < len(self):
-            numbers = self._to_change()
-            dropped = numbers[pages:]
-            del numbers[pages:]
-            self._allocator.release(dropped)
+            numbers = self._list.numbers
+            if self._list.layers > 1:
+                self._leave()
+                shared = numbers[:pages]
+                self._list = _PageList(shared[:])
+            else:
+                dropped = numbers[pages:]
+                del numbers[pages:]
+                self._list.table = None
         self.length = length
-        kept = [_APPEND.pack(known, end) for known, end in _APPEND.iter_unpack(self.appends) if end <= length]
-        self.appends = b"".join(kept)
+        if self.appends:
+            kept = [_APPEND.pack(known, end) for known, end in _APPEND.iter_unpack(self.appends) if end <= length]
+            self.appends = b"".join(kept)
+        return shared, dropped
 
     def fork(self) -> CacheLayer:
         """Another layer with the same tokens in the same pages."""
@@ -258,6 +268,21 @@ class CacheLayer:
 def pages_in(layers: Iterable[CacheLayer]) -> int:
     """How many pages layers have together; what they share counts for each."""
     return sum(map(len, layers))
+
+
+def cut(layers: Sequence[CacheLayer], length: int) -> None:
+    """Drops what the layers of a cache have behind the first `length` tokens, and releases all their pages together:
+    one layer after the other takes several times as long.
+    """
+    shared, dropped = array("i"), array("i")
+    for layer in layers:
+        if layer.length > length:
+            more_shared, more_dropped = layer.drop(length)
+            shared += more_shared
+            dropped += more_dropped
+    if shared:
+        layers[0]._allocator.share(shared)
+    layers[0]._allocator.release(dropped)
 
 
 def clear(layers: Sequence[CacheLayer]) -> None:

@@ -125,23 +125,25 @@ class Truncate(_Operation):
     def line_up(self, now: float) -> None:
         """Queues the truncations: operations behind them find shorter caches, if these have the expected lengths."""
         foreseen = True
-        for use, (cache, _, truncation_id) in zip(self.uses, self.truncations, strict=True):
+        for use, (cache, length, truncation_id) in zip(self.uses, self.truncations, strict=True):
             longest = max(cache.coming_length(layer) for layer in range(cache.shape.layers))
-            foreseen = foreseen and use.expects(longest) and truncation_id not in cache.truncations
+            is_new = truncation_id not in cache.truncations
+            foreseen = foreseen and is_new and use.expects(longest) and length <= longest
         self._reservation = self.host.store.wait_to_cut(self.truncations, foreseen)
 
     def begin(self) -> None:
         """Truncates the caches. Raises InvalidRequest if one has fewer tokens, FailedPrecondition if the length of one
         is not the expected one or this very request has truncated it before.
         """
-        for use, (cache, _, truncation_id) in zip(self.uses, self.truncations, strict=True):
-            longest, what = max(cache.lengths), self.spoken_of(cache)
+        for cache, _, truncation_id in self.truncations:  # of all, before any length: one id shows that all were cut
             if truncation_id in cache.truncations:
-                why = "for this truncation was carried out before; nothing was changed"
+                longest, why = max(cache.lengths), "for this truncation was carried out before; nothing was changed"
                 found = {"name": cache.name, "length": str(longest), "truncated": "true"}
-                raise FailedPrecondition(f"{what} has {longest} tokens, {why}", "UNEXPECTED_LENGTH", **found)
-            if not use.expects(longest):
-                raise use.unexpected(longest, what)
+                message = f"{self.spoken_of(cache)} has {longest} tokens, {why}"
+                raise FailedPrecondition(message, "UNEXPECTED_LENGTH", **found)
+        for use in self.uses:
+            if not use.expects(longest := max(use.cache.lengths)):
+                raise use.unexpected(longest, self.spoken_of(use.cache))
         self.host.store.truncate(self.truncations, self._reservation)
         described = [describe(self.host, use.cache) for use in self.uses]
         self._reply = pb.CacheServiceTruncateResponse(caches=described)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from attnserve_server.caches.cache import Cache, Origin
@@ -33,6 +34,17 @@ MAX_GIVEN_UP: Final = 1 << 14
 """How many of these requests are remembered. Beyond that, the oldest is forgotten of the owner that has most."""
 
 
+@dataclass(slots=True)
+class _Made:
+    """What a request has made: names, since a cache that is gone is not to be kept for the sake of the others."""
+
+    names: tuple[str, ...]
+    parents: tuple[str | None, ...]
+    """What each was forked from."""
+    left: int
+    """How many still exist."""
+
+
 class Register:
     """All caches, by their names. Times are seconds of one clock; a ttl of None is forever."""
 
@@ -51,7 +63,7 @@ class Register:
         """The number of the last cache that was made for each owner that has any."""
         self._pages: Counter[str | None] = Counter()
         """How many pages each owner's caches have, until they are freed; what they share counts for each."""
-        self._made: dict[tuple[str | None, bytes], Sequence[Cache]] = {}
+        self._made: dict[tuple[str | None, bytes], _Made] = {}
         """What a request has made, as long as some of it exists; by the owner and the request's id."""
         self._aliased: dict[tuple[str | None, str], Cache] = {}
         """Those that have an alias, by their owners and it."""
@@ -103,8 +115,9 @@ class Register:
         later, whether sent before or sent again, makes nothing.
         """
         key = owner, request_id
-        for made in self._made.get(key, ()):
-            self.delete(made)
+        for name in self._made[key].names if key in self._made else ():
+            if (made := self._caches.get(name)) is not None:
+                self.delete(made)
         if key in self._given_up:
             self._forget(key)
         self._given_up[key] = now + GIVEN_UP_SECONDS
@@ -139,15 +152,19 @@ class Register:
         """
         if self._given_up.get((owner, request_id), now) > now:
             raise Cancelled
-        made = self._made.get((owner, request_id), ())
-        gone = [cache for cache in made if cache.gone or cache.expired(now)]
-        if len(gone) == len(made):
+        made = self._made.get((owner, request_id))
+        if made is None:
             return None
-        if [cache.parent for cache in made] != list(parents) or shape not in (made[0].shape, None):
+        found = {name: self._caches.get(name) for name in made.names}
+        caches = [cache for cache in found.values() if cache is not None and not cache.expired(now)]
+        if not caches:
+            return None
+        if made.parents != tuple(parents) or shape not in (caches[0].shape, None):
             raise InvalidRequest("request_id", "one of this request alone", "that of another, which made a cache")
-        for cache in gone:
-            raise NotFound("cache", cache.name, is_secret=True)
-        return made
+        if len(caches) < len(found):
+            name = next(name for name, cache in found.items() if cache is None or cache.expired(now))
+            raise NotFound("cache", name, is_secret=True)
+        return caches
 
     def aliased(self, owner: str | None, alias: str, now: float, shape: CacheShape) -> Cache | None:
         """The cache to which an owner has given an alias, with its lease renewed; None if there is none, or it has
@@ -209,7 +226,8 @@ class Register:
     def _note(self, made: Sequence[Cache]) -> None:
         """Takes note of all that one request has made."""
         if made[0].request_id:
-            self._made[made[0].owner, made[0].request_id] = made
+            names, parents = tuple(cache.name for cache in made), tuple(cache.parent for cache in made)
+            self._made[made[0].owner, made[0].request_id] = _Made(names, parents, len(made))
 
     def _require(self, cache: Cache) -> None:
         if cache.gone:
@@ -233,9 +251,11 @@ class Register:
         self._owned[cache.owner] -= 1
         if not self._owned[cache.owner]:
             del self._owned[cache.owner], self._numbers[cache.owner]
-        made = self._made.get((cache.owner, cache.request_id), ())
-        if cache in made and all(each.gone for each in made):
-            del self._made[cache.owner, cache.request_id]
+        made = self._made.get((cache.owner, cache.request_id))
+        if made is not None and cache.name in made.names:  # or else the id has made others since
+            made.left -= 1
+            if not made.left:
+                del self._made[cache.owner, cache.request_id]
         if cache.alias:
             del self._aliased[cache.owner, cache.alias]
         self._leases.leave(cache)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeVar
 from attnserve_server.caches.cache import Cache, Origin
 from attnserve_server.caches.changes import Change, Cut, Grow, Share
 from attnserve_server.caches.errors import CacheFull
-from attnserve_server.caches.layer import CacheLayer, Placement, pages_in
+from attnserve_server.caches.layer import CacheLayer, Placement, cut, pages_in
 from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.register import Register
 from attnserve_server.caches.reservation import Reservation, place, undo
@@ -161,10 +161,8 @@ class CacheStore(Register):
 
     def _truncate(self, cache: Cache, length: int, truncation_id: int) -> None:
         before = pages_in(cache.layers)
-        for layer in cache.layers:
-            if layer.length > length:
-                self.tokens -= layer.length - length
-                layer.truncate(length)
+        self.tokens -= sum(max(0, layer.length - length) for layer in cache.layers)
+        cut(cache.layers, length)
         self._count_pages(cache.owner, pages_in(cache.layers) - before)
         self._settle(cache.layers)
         if truncation_id:
@@ -203,7 +201,7 @@ class CacheStore(Register):
                 self.cancel(reservation)
                 raise
             if lacking:
-                self.cancel(reservation)  # first: it may give pages back
+                self.cancel(reservation)  # first: that may give pages back
                 raise self._full(lacking, now)
         return reservation
 
@@ -238,10 +236,12 @@ class CacheStore(Register):
             raise ValueError("an append is placed out of turn")
         if not reservation.in_line:
             reservation.wait(first=True)
+        layers = reservation.layers
         if lacking := self._promise(reservation, now):
+            reservation.wait_no_more()  # first: that may give pages back
+            self._settle(layers)
             raise self._full(lacking, now)
         reservation.wait_no_more()
-        layers = reservation.layers
         before = pages_in(layers)
         placements = place(reservation, append_ids)
         self._count_pages(reservation.owner, pages_in(layers) - before)

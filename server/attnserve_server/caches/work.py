@@ -75,7 +75,7 @@ class CacheWork(Work):
     """What operations on caches have in common. `lengths` are those after the appends, `placements` where to write."""
 
     list_field: ClassVar[str] = "caches"
-    """The field of the request that lists the caches, if there may be several."""
+    """The field of the request that lists the caches, if lengths of several may be expected."""
 
     host: CacheHost
     uses: tuple[Use, ...]

@@ -21,7 +21,7 @@ from attnserve_server.caches.operations import Append, Fork, Look, Truncate, des
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.caches.store import Truncation
 from attnserve_server.caches.work import CacheHost, Use, cache_named, check_distinct
-from attnserve_server.errors import InvalidRequest, NotFound
+from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc.engine_calls import EngineCalls
@@ -44,6 +44,8 @@ MAX_TOKEN: Final = 20
 
 MAX_AT_ONCE: Final = 256
 """The most caches that one request forks or truncates: as it takes effect at once, the event loop waits for it."""
+MAX_LAYERS_AT_ONCE: Final = 16384
+"""The most layers that they have together. Each takes some microseconds."""
 
 TURN_SECONDS: Final = 0.001
 """About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
@@ -145,6 +147,9 @@ class CacheService:
         request = parsed(pb.CacheServiceForkRequest, data)
         request_id = _checked_id("request_id", request.request_id)
         _check_count("names", len(request.names))
+        if len(request.names) > (most := self._host.store.max_caches):
+            expected = f"at most {most} caches, which there may be"
+            raise InvalidRequest("names", expected, len(request.names), LIMIT_EXCEEDED, limit="max_caches")
         try:
             caches = [self._named(f"names[{i}]", name, caller) for i, name in enumerate(request.names)]
         except NotFound:
@@ -152,6 +157,7 @@ class CacheService:
             if made is None:
                 raise
             return Look(self._host, _looked_at(made), len(data), caller.name, _forked)
+        _check_layers("names", caches)
         ttl = _ttl(request.ttl) if request.HasField("ttl") else None
         return Fork(self._host, _looked_at(dict.fromkeys(caches)), len(data), caches, ttl, request_id)
 
@@ -172,6 +178,7 @@ class CacheService:
             uses.append(Use(cache, 0, 0, expected))
             truncations.append(Truncation(cache, each.length, each.truncation_id))
         check_distinct(uses, "truncations")
+        _check_layers("truncations", [use.cache for use in uses])
         return Truncate(self._host, tuple(uses), len(data), truncations)
 
     def _named(self, field: str, name: str, caller: Caller) -> Cache:
@@ -193,6 +200,11 @@ async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
 def _check_count(field: str, count: int) -> None:
     if not 1 <= count <= MAX_AT_ONCE:
         raise InvalidRequest(field, f"from 1 to {MAX_AT_ONCE} caches", count)
+
+
+def _check_layers(field: str, caches: Sequence[Cache]) -> None:
+    if (layers := sum(cache.shape.layers for cache in caches)) > MAX_LAYERS_AT_ONCE:
+        raise InvalidRequest(field, f"caches of at most {MAX_LAYERS_AT_ONCE} layers together", f"of {layers}")
 
 
 def _looked_at(caches: Iterable[Cache]) -> tuple[Use, ...]:
