@@ -8,7 +8,7 @@ import re
 import signal
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ def run(minutes: float) -> list[Figure]:
         once = record.counts.copy()
         before = _settled(victim, process, None)
         own_before = _own(own)
-        samples = _under_load(victim, process, record, 60 * minutes)
+        samples = _under_load(victim, process, record, 60 * minutes, once)
         after = _settled(victim, process, before)
         own_after = _own(own, own_before)
         left = {name: victim.metric(f"attnserve_{name}") for name in NOTHING_LEFT}
@@ -123,8 +123,12 @@ def run(minutes: float) -> list[Figure]:
     ]
 
 
-def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds: float) -> list[int]:
-    """Runs callers of all kinds, and returns samples of the server's resident memory."""
+def _under_load(
+    victim: Victim, process: psutil.Process, record: Record, seconds: float, once: Mapping[str, int]
+) -> list[int]:
+    """Runs callers of all kinds, and returns samples of the server's resident memory. A short run goes on, for a while,
+    until what is counted has happened more often than `once`.
+    """
     samples = []
     with ExitStack() as stack:
         for transport in TRANSPORTS:
@@ -135,7 +139,9 @@ def _under_load(victim: Victim, process: psutil.Process, record: Record, seconds
         for number, kind in enumerate(KINDS.values()):
             stack.enter_context(_repeating(kind, client, np.random.default_rng(number), record))
         end = monotonic() + seconds
-        while monotonic() < end:
+        while monotonic() < end or (
+            monotonic() < end + PATIENCE_S and any(record.counts[it] <= once[it] for it in DONE)
+        ):
             samples.append(process.memory_info().rss)
             sleep(min(1.0, seconds / 30))
     return samples

@@ -88,10 +88,10 @@ def test_lifetimes_beyond_all_time(channel: grpc.Channel) -> None:
         ({"seconds": -1}, "ttl"),
         ({}, "ttl"),
     ):
-        for method, fields in (("Create", PLAIN_CACHE), ("Fork", {"name": name})):
+        for method, fields in (("Create", PLAIN_CACHE), ("Fork", {"names": [name]})):
             with pytest.raises(grpc.RpcError) as caught:
                 ask(channel, f"CacheService/{method}", **fields, ttl=ttl)
             bad = calls.detail(calls.status_of(caught.value), error_details_pb2.BadRequest)
             assert [violation.field for violation in bad.field_violations] == [field]
-    fork = ask(channel, "CacheService/Fork", name=name, ttl={"seconds": 315_576_000_000}).cache
+    fork = ask(channel, "CacheService/Fork", names=[name], ttl={"seconds": 315_576_000_000}).caches[0]
     assert fork.ttl.seconds == 315_576_000_000
