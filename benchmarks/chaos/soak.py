@@ -139,9 +139,11 @@ def _under_load(
         for number, kind in enumerate(KINDS.values()):
             stack.enter_context(_repeating(kind, client, np.random.default_rng(number), record))
         end = monotonic() + seconds
-        while monotonic() < end or (
-            monotonic() < end + PATIENCE_S and any(record.counts[it] <= once[it] for it in DONE)
-        ):
+
+        def lacks() -> bool:
+            return any(record.counts[name] <= once[name] for name in DONE)
+
+        while monotonic() < end or (monotonic() < end + PATIENCE_S and lacks()):
             samples.append(process.memory_info().rss)
             sleep(min(1.0, seconds / 30))
     return samples
