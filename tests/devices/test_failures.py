@@ -90,7 +90,9 @@ def check(status: status_pb2.Status, log: pytest.LogCaptureFixture, request_id: 
 
 
 own_id = pytest.mark.parametrize(
-    ("metadata", "request_id"), [((), r"rpc-[0-9a-f]{6}-\d+"), ((("x-request-id", "mine one"),), r"mine\?one")], ids=["", "own"]
+    ("metadata", "request_id"),
+    [((), r"rpc-[0-9a-f]{6}-\d+"), ((("x-request-id", "mine one"),), r"mine\?one")],
+    ids=["", "own"],
 )
 """With the id of a caller that gives one, as far as a log may have it, and with the server's own."""
 
