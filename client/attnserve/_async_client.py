@@ -196,8 +196,8 @@ class AsyncClient:
 
     @property
     def caches(self) -> AsyncCaches:
-        """The caller's caches on the server: ``list``, ``pool``, ``get``, ``fork``, ``truncate`` and
-        ``delete``, to be awaited.
+        """The caller's caches on the server: ``list``, ``pool``, ``get``, ``fork``, ``truncate`` and ``delete``, to be
+        awaited.
         """
         return AsyncCaches(self)
 

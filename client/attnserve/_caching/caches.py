@@ -241,8 +241,8 @@ class Caches:
         self, caches: Cache | Iterable[Cache], ttl: float | None = None, *, timeout: Timeout = ...
     ) -> tuple[Cache, ...]:
         """Makes other caches with the same content, in one request, all or none: one for each that is given, in their
-        order, and several of a cache that is given several times (as the beams of a search go on). At most 256, on one
-        server. Otherwise everything is as with `Cache.fork`.
+        order, and several of a cache that is given several times (as the beams of a search go on). At most 256, of at
+        most 16,384 layers together, on one server. Otherwise everything is as with `Cache.fork`.
         """
         return _fork(self._client, plans.to_fork(self._calls.turns, caches), ttl, timeout)
 
@@ -254,8 +254,8 @@ class Caches:
         timeout: Timeout = ...,
     ) -> None:
         """Cuts caches off, in one request, all or none: each at a length of its own (as the tokens of a draft model are
-        accepted or not), or all at one. At most 256, on one server, each once. Otherwise everything is as with
-        `Cache.truncate`.
+        accepted or not), or all at one. At most 256, of at most 16,384 layers together, on one server, each once.
+        Otherwise everything is as with `Cache.truncate`.
         """
         seconds = self._calls.seconds(timeout)
         self._calls.perform(plans.truncate_all(self._calls.turns, caches, lengths, seconds))
