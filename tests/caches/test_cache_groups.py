@@ -275,7 +275,7 @@ def test_one_id_shows_that_all_were_cut(caller: Caller) -> None:
 
 def test_no_more_than_there_may_be(start_server: Any) -> None:
     """What can never be done is no matter of waiting for room, and evicts nothing."""
-    server: Server = start_server("--max-caches", "5", "--max-cache-layers", "8192")
+    server: Server = start_server("--max-caches", "5", "--max-cache-layers", "16385")
     with grpc.insecure_channel(server.address) as channel:
         caller = Caller(channel)
         [name] = of_lengths(caller, 1)
@@ -286,6 +286,9 @@ def test_no_more_than_there_may_be(start_server: Any) -> None:
         assert refused(lambda: caller.truncations(*cuts))[1] == ["truncations"]
         assert len(caller.forks(deep)) == 2
         assert len(caller.truncations(*cuts[:2])) == 2
+        caller.delete(*(each.name for each in caller.list().caches))
+        deeper = caller.create(layers=16385)  # one may have as many layers as it likes
+        assert len(caller.fork(deeper).lengths) == len(caller.truncate(deeper, 0).lengths) == 16385
 
 
 def test_forks_that_are_gone_take_no_memory_for_those_that_are_left() -> None:

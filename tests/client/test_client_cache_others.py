@@ -18,7 +18,7 @@ from attnserve import (
     DeadlineExceededError,
     FailedPreconditionError,
 )
-from attnserve._caching import plans
+from attnserve._caching import groups
 
 __all__ = ["address", "client", "keeper", "transport"]
 
@@ -125,7 +125,7 @@ def test_a_layer_behind_whose_tokens_others_are_is_applied_no_further(
     """Ours stay in all caches, and are said to be there. If there are more caches than are truncated at once, and some
     have been, the error tells of the one that could not be, and none is said to have ours.
     """
-    monkeypatch.setattr(plans, "AT_ONCE", at_once)
+    monkeypatch.setattr(groups, "AT_ONCE", at_once)
     caches = [client.create_cache(1, D) for _ in range(2)]
     theirs = KEYS[0, :1, :2]
 

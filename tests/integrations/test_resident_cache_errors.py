@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnserve import AsyncClient, Cache, Client, InvalidRequestError, NotFoundError, OverloadedError
+from attnserve._caching import groups
 from attnserve._caching.caches import Caches
-from attnserve.integrations import _sequences
 from attnserve.integrations.transformers import ResidentCache, register
 
 __all__ = ["client", "llama", "no_gradients", "nothing_left"]
@@ -277,7 +277,7 @@ def test_more_sequences_than_a_server_takes_in_one_request(
     """Portions are all made, or none is left; and the error is that of the server, not of another that is out of
     reach.
     """
-    monkeypatch.setattr(_sequences, "AT_ONCE", 2)
+    monkeypatch.setattr(groups, "LAYERS_AT_ONCE", 5)  # of caches of two layers, two at once
     server = start_server("--max-caches", "9")
     with (
         socket.socket() as nobody,  # where nobody can listen meanwhile

@@ -5,16 +5,20 @@ in the words of the caller.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 from attnserve._caching.state import CacheState
 from attnserve._errors import FailedPreconditionError, InvalidRequestError
 
 AT_ONCE: Final = 256
 """The most caches that a server forks or truncates in one request."""
+LAYERS_AT_ONCE: Final = 16384
+"""The most layers that these have together, if they are several."""
 
 _NAMED_BY_SERVER: Final = re.compile(r"^(?:truncations|names)(?:\[(\d+)\])?(\.length)?(?:\.name)?")
+
+T = TypeVar("T")
 
 Words: TypeAlias = Callable[[int, bool], str]
 """What the caller calls one of the caches, of this index in the request, or with True its length."""
@@ -23,6 +27,12 @@ Words: TypeAlias = Callable[[int, bool], str]
 def cache_at(index: int, is_length: bool) -> str:
     """The words for caches that are in the order in which the caller gave them."""
     return f"lengths[{index}]" if is_length else f"caches[{index}]"
+
+
+def portions(items: Sequence[T], layers: int) -> Iterator[Sequence[T]]:
+    """Items that each stand for a cache of so many layers, as many at a time as a server takes in one request."""
+    each = max(1, min(AT_ONCE, LAYERS_AT_ONCE // layers))
+    return (items[first : first + each] for first in range(0, len(items), each))
 
 
 def at_once(states: Sequence[CacheState]) -> Sequence[CacheState]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Se
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from attnserve._caching.groups import AT_ONCE, Words, at_once, cache_at, in_words_of_caller
+from attnserve._caching.groups import Words, at_once, cache_at, in_words_of_caller, portions
 from attnserve._caching.state import CacheState, Handle, Handles
 from attnserve._caching.turns import Turns
 from attnserve._errors import FailedPreconditionError, InvalidRequestError, ProtocolError
@@ -232,8 +232,8 @@ def _applying(states: Sequence[CacheState], call: ApplyCall[T]) -> Steps[LayerRe
                 raise
             appended: FailedPreconditionError | None = error
         longer = [each for each in zip(states, before, _after(before, call.appends), strict=True) if each[2] > each[1]]
-        for first in range(0, len(longer), AT_ONCE):
-            some, lengths, found = zip(*longer[first : first + AT_ONCE], strict=True)
+        for portion in portions(longer, states[0].info.layers):
+            some, lengths, found = zip(*portion, strict=True)
             try:
                 yield from _cut(some, lengths, found, partial(_one_of, states, some))
             except FailedPreconditionError as even_longer:  # another writer has appended behind us

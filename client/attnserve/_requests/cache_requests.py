@@ -320,8 +320,8 @@ def _forks(caches: Sequence[CacheInfo], response: pb.CacheServiceForkResponse) -
     for cache, described in zip(caches, response.caches, strict=True):
         forks.append(fork := _expected_cache(_shape(cache), None, described))
         if fork.name in names:
-            known = "a forked one" if len(forks) == 1 else "a forked one or of an earlier fork"
-            raise ProtocolError(f"name: expected that of another cache, the server replied with that of {known}")
+            known = "that of a forked one or of an earlier fork"
+            raise ProtocolError(f"name: expected that of another cache, the server replied with {known}")
         names.add(fork.name)
     return forks
 

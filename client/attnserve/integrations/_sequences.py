@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attnserve import AttentionResult
-from attnserve._caching.groups import AT_ONCE
+from attnserve._caching.groups import portions
 
 if TYPE_CHECKING:
     from attnserve import Cache, Client
@@ -83,7 +83,7 @@ class Sequences:
             cache.refresh()
         longer = [cache for cache in self._caches if max(cache.lengths) > length]
         with self._doubted():
-            for some in _portions(longer):
+            for some in portions(longer, self._layers):
                 self._client.caches.truncate(some, length)
         self._in_doubt = False
 
@@ -109,7 +109,7 @@ class Sequences:
         """Forks of caches, all or none."""
         forks: list[Cache] = []
         with ExitStack() as undo:
-            for some in _portions(caches):
+            for some in portions(caches, self._layers):
                 for fork in self._client.caches.fork(some):
                     undo.callback(fork.delete)
                     forks.append(fork)
@@ -134,8 +134,3 @@ class Sequences:
     def _delete_one(self, cache: Cache) -> None:
         cache.delete()
         self._unwanted.remove(cache)
-
-
-def _portions(caches: Sequence[Cache]) -> Iterator[Sequence[Cache]]:
-    """The caches, as many at a time as a server forks or truncates."""
-    return (caches[first : first + AT_ONCE] for first in range(0, len(caches), AT_ONCE))

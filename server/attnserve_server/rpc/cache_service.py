@@ -45,7 +45,7 @@ MAX_TOKEN: Final = 20
 MAX_AT_ONCE: Final = 256
 """The most caches that one request forks or truncates: as it takes effect at once, the event loop waits for it."""
 MAX_LAYERS_AT_ONCE: Final = 16384
-"""The most layers that they have together. Each takes some microseconds."""
+"""The most layers that several have together. Each takes some microseconds."""
 
 TURN_SECONDS: Final = 0.001
 """About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
@@ -203,7 +203,7 @@ def _check_count(field: str, count: int) -> None:
 
 
 def _check_layers(field: str, caches: Sequence[Cache]) -> None:
-    if (layers := sum(cache.shape.layers for cache in caches)) > MAX_LAYERS_AT_ONCE:
+    if (layers := sum(cache.shape.layers for cache in caches)) > MAX_LAYERS_AT_ONCE and len(caches) > 1:
         raise InvalidRequest(field, f"caches of at most {MAX_LAYERS_AT_ONCE} layers together", f"of {layers}")
 
 
