@@ -187,50 +187,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"attnserve {__version__}")
     common = _common(_TIMEOUT, "%(default)s")
+    patient = _common(None, f"{_TIMEOUT}; to load, {LOAD_TIMEOUT}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, ask, help_text in (
-        ("info", _info, "show a server's version, device, limits and settings"),
-        ("layers", _layers, "list a server's loaded layers, or load or unload some"),
-        ("caches", _caches, "list the caller's caches on a server, or delete some"),
+    for name, ask, parent, add_own_flags, help_text in (
+        ("info", _info, common, None, "show a server's version, device, limits and settings"),
+        ("layers", _layers, patient, _add_layer_flags, "list a server's loaded layers, or load or unload some"),
+        ("caches", _caches, common, _add_cache_flags, "list the caller's caches on a server, or delete some"),
     ):
-        parent = _common(None, f"{_TIMEOUT}; to load, {LOAD_TIMEOUT}") if ask is _layers else common
         command = commands.add_parser(name, parents=[parent], help=help_text, description=f"{help_text.capitalize()}.")
         command.set_defaults(run=_ask, ask=ask, options=(ANYHOW,))
-        if ask is _layers:
-            change = command.add_mutually_exclusive_group()
-            change.add_argument(
-                "--load",
-                type=not_empty,
-                metavar="FILE",
-                help="load the layers that this file defines, a path in the server's model directory; a layer of the "
-                "same name is replaced",
-            )
-            change.add_argument(
-                "--unload",
-                action="append",
-                type=not_empty,
-                default=[],
-                metavar="NAME",
-                help="unload this one, and others that are named in the same way",
-            )
-            command.add_argument(
-                "--only",
-                action="append",
-                type=not_empty,
-                default=[],
-                metavar="NAME",
-                help="of the file's layers, load this one, and others that are named in the same way",
-            )
-        if ask is _caches:
-            command.add_argument(
-                "--delete",
-                action="append",
-                type=not_empty,
-                default=[],
-                metavar="NAME",
-                help="delete this one, and others that are named in the same way; what is not there is counted, and no "
-                "error; --delete=NAME for a name that begins with a dash",
-            )
+        if add_own_flags is not None:
+            add_own_flags(command)
     bench = commands.add_parser(
         "bench", parents=[common], help="measure a server's speed", description="Measure a server's speed."
     )
@@ -268,6 +235,33 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(health)
     health.set_defaults(run=_health)
     return parser
+
+
+def _add_layer_flags(command: argparse.ArgumentParser) -> None:
+    change = command.add_mutually_exclusive_group()
+    change.add_argument(
+        "--load",
+        type=not_empty,
+        metavar="FILE",
+        help="load the layers that this file defines, a path in the server's model directory; a layer of the same name "
+        "is replaced",
+    )
+    _add_names(change, "--unload", "unload this one, and others that are named in the same way")
+    _add_names(command, "--only", "of the file's layers, load this one, and others that are named in the same way")
+
+
+def _add_cache_flags(command: argparse.ArgumentParser) -> None:
+    _add_names(
+        command,
+        "--delete",
+        "delete this one, and others that are named in the same way; what is not there is counted, and no error; "
+        "--delete=NAME for a name that begins with a dash",
+    )
+
+
+def _add_names(command: argparse._ActionsContainer, flag: str, help_text: str) -> None:
+    """Adds a flag that may be given several times, each time with a name."""
+    command.add_argument(flag, action="append", type=not_empty, default=[], metavar="NAME", help=help_text)
 
 
 def _common(timeout: float | None, shown: str) -> _Parser:
