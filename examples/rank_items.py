@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -105,8 +106,8 @@ class Ranking:
 
     async def close(self) -> None:
         """Deletes the caches in the service."""
-        deletions = (cache.delete() for cache in self._caches.values())
-        await asyncio.gather(*deletions, return_exceptions=True)  # if a server is away, leases end by themselves
+        with suppress(AttnServeError):  # if a server is away, leases end by themselves
+            await self._client.caches.delete(self._caches.values())
 
     async def _resident(self, user: int) -> AsyncCache:
         """The user's cache, with the whole history. While it is being filled, requests of the same user wait here."""

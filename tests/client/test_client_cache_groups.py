@@ -1,16 +1,20 @@
-"""Several caches forked or truncated in one request: all or none, also where a reply is lost."""
+"""Several caches in one request: forked or truncated, all or none, also where a reply is lost; and deleted."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 import pytest
-from cache_keeper import Keeper
-from cached import QUERY, D, H, address, client, keeper, normal, part, reference, transport
-from calls import until
+from cache_keeper import Keeper, Refusal
+from cached import QUERY, D, H, Transport, address, client, keeper, normal, part, reference, transport
+from calls import PATIENCE_S, until
 from conftest import Server
 
 from attnserve import (
@@ -108,6 +112,50 @@ def test_forks_that_nobody_gets_are_given_up(client: Any, keeper: Keeper) -> Non
     until(lambda: {info.name for info in client.caches.list()} == names, "what was made in vain is deleted")
 
 
+def test_beams_are_dropped(client: Any, keeper: Keeper) -> None:
+    """In one request, each once, whatever has been deleted already; with names that only others have."""
+    caches = of_lengths(client, 1, 2, 3)
+    caches[1].delete()
+    keeper.asked.clear()
+    client.caches.delete([caches[0], caches[1], caches[0]])
+    assert [(method, list(request.names)) for method, request in keeper.asked] == [
+        ("Delete", [caches[0].name, caches[1].name])
+    ]
+    assert list(keeper.caches) == [caches[2].name]
+    with pytest.raises(NotFoundError):
+        caches[0].attend(QUERY)
+    others = of_lengths(client, 1, 1)
+    client.caches.delete([others[0].name, others[1]])
+    client.caches.delete(caches[2])
+    assert not keeper.caches
+    keeper.asked.clear()
+    client.caches.delete([])
+    client.caches.delete(iter(()))
+    assert keeper.methods() == []
+
+
+def test_caches_are_deleted_after_what_was_asked_before(address: str, keeper: Keeper, transport: Transport) -> None:
+    """Also where one of them alone is still in use."""
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(request: Any) -> None:
+        arrived.set()
+        released.wait(PATIENCE_S)
+
+    with Client(address, transport=transport) as client, ThreadPoolExecutor(1) as threads:
+        caches = of_lengths(client, 1, 2)
+        keeper.before["Attend"] = hold
+        results = [client.submit(QUERY, *part(at, at + 1), caches=caches[1]) for at in (2, 3)]
+        assert arrived.wait(PATIENCE_S)
+        deleted = threads.submit(client.caches.delete, caches)
+        released.set()
+        for result, length in zip(results, (3, 4), strict=True):
+            np.testing.assert_allclose(result.result().output, reference(length), atol=1e-6)
+        deleted.result()
+    assert keeper.methods()[-1] == "Delete"
+    assert not keeper.caches
+
+
 def test_what_cannot_be_asked_for(client: Any, address: str, keeper: Keeper) -> None:
     one, other = of_lengths(client, 2, 2)
     keeper.asked.clear()
@@ -127,14 +175,57 @@ def test_what_cannot_be_asked_for(client: Any, address: str, keeper: Keeper) -> 
         (lambda: client.caches.truncate([one, other], None), r"^lengths: expected an integer, found None$"),
         (lambda: client.caches.truncate([one, other], {1, 2}), r"^lengths: .* the order of the caches, found a set$"),
         (lambda: client.caches.truncate([one, other], {1: 2}), r"^lengths: .* the order of the caches, found a dict$"),
+        (lambda: client.caches.delete(3), r"^caches: expected caches or their names, found 3$"),
+        (lambda: client.caches.delete([one, None]), r"^caches: expected caches or their names, found None$"),
+        (lambda: client.caches.delete([one, ""]), r"^caches: expected a string that is not empty, found ''$"),
         (lambda: client.caches.fork([one] * 257), r"^caches: expected at most 256, found 257$"),
     ):
         with pytest.raises(InvalidRequestError, match=words) as caught:
             ask()
         assert caught.value.field == words[1:].partition(":")[0].replace("\\", "")
-    with Client(address) as another, pytest.raises(InvalidRequestError, match="one of another client"):
-        another.caches.truncate([getattr(one, "target", one)], 1)
+    with Client(address) as another:
+        theirs = getattr(one, "target", one)
+        for ask in (lambda: another.caches.truncate([theirs], 1), lambda: another.caches.delete(theirs)):
+            with pytest.raises(InvalidRequestError, match="one of another client"):
+                ask()
     assert keeper.methods() == []
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_each_server_is_asked_to_delete_what_it_has(kind: type[Client | AsyncClient]) -> None:
+    """In portions, and whatever another answers. Of a client's own caches, no other server is told the names."""
+    keepers = [Keeper(), Keeper()]
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(keeper.serve()) for keeper in keepers]
+        client: Any = kind(addresses, retries=0)
+        one = [await done(client.create_cache(2, 8)) for _ in range(2)]
+        one.sort(key=lambda cache: addresses.index(cache.address))
+        assert [cache.address for cache in one] == addresses
+        many = [cache for each in one for _ in range(3) for cache in await done(client.caches.fork([each] * 256))]
+
+        def refuse(request: Any) -> None:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT)
+
+        keepers[0].before["Delete"] = refuse
+        with pytest.raises(InvalidRequestError):
+            await done(client.caches.delete(many))
+        del keepers[0].before["Delete"]
+        assert [len(keeper.caches) for keeper in keepers] == [769, 1]
+        for keeper in keepers:
+            keeper.asked.clear()
+        await done(client.caches.delete([*many, *one]))
+        for keeper in keepers:
+            assert [(method, len(request.names)) for method, request in keeper.asked] == [
+                ("Delete", 500),
+                ("Delete", 269),
+            ]
+            assert not keeper.caches
+        await done(client.close())
+
+
+async def done(result: Any) -> Any:
+    """What either client returns, awaited if need be."""
+    return await result if inspect.isawaitable(result) else result
 
 
 class Asked(NamedTuple):
@@ -163,10 +254,6 @@ class Asked(NamedTuple):
 )
 async def test_errors_name_what_the_caller_gave(small_server: Server, kind: type, asked: Asked) -> None:
     """And not what it is called on the wire."""
-
-    async def done(result: Any) -> Any:
-        return await result if inspect.isawaitable(result) else result
-
     client: Any = kind(small_server.address)
     caches = [await done(client.create_cache(H, D)) for _ in range(2)]
     for cache, length in zip(caches, (5, 2), strict=True):
@@ -181,7 +268,7 @@ async def test_errors_name_what_the_caller_gave(small_server: Server, kind: type
     else:
         assert isinstance(caught.value, FailedPreconditionError)
         assert caught.value.actual_length == 2
-    await done(client.caches.delete([cache.name for cache in caches]))
+    await done(client.caches.delete(caches))
     await done(client.close())
 
 

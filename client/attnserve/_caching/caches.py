@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from attnserve._caching import plans
 from attnserve._caching.creation import Making
-from attnserve._caching.finding import find, find_soon, in_vain
+from attnserve._caching.deleting import delete, delete_soon
+from attnserve._caching.finding import find, find_soon
 from attnserve._caching.listing import Listing
 from attnserve._caching.pending import pending
 from attnserve._caching.state import CacheState, Handle
 from attnserve._errors import AttnServeError
 from attnserve._requests import arguments, cache_requests
-from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT, Names
+from attnserve._requests.arguments import ArrayLike, ArrayOf, KindT
 from attnserve._requests.attend import AttendOptions, encode_attend
 from attnserve._requests.cache_requests import AppendLayout, CacheInfo, CachePool
 from attnserve._requests.result import AttentionResult
@@ -120,7 +121,7 @@ class Cache(Handle):
 
     def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        self._calls.perform(plans.delete(self._state, self._calls.seconds(timeout)))
+        self._calls.perform(plans.delete([self._state], self._calls.seconds(timeout)))
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +198,7 @@ class AsyncCache(Handle):
 
     async def delete(self, *, timeout: Timeout = ...) -> None:
         """Deletes the cache, after all earlier operations on it. If it is gone already, that is no error."""
-        await self._calls.carry_out(plans.delete(self._state, self._calls.seconds(timeout)))
+        await self._calls.carry_out(plans.delete([self._state], self._calls.seconds(timeout)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -266,24 +267,17 @@ class Caches:
         """
         return find(self._calls, name, timeout)[0]
 
-    def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Deletes caches, by one name, several or none. Names of no cache are ignored.
+    def delete(self, caches: Cache | str | Iterable[Cache | str], *, timeout: Timeout = ...) -> None:
+        """Deletes caches: one, several or none. It is no error if one is gone already.
 
-        Many names are sent in portions of 500, each with the `timeout`. Every server is asked, whatever others answer.
-        If a portion fails at a server, its further ones are not sent there, and once all other servers have been asked,
-        the error is raised: of several, the first that says that one is out of reach, or else the last.
+        - A cache of this client is deleted on its server, after all earlier operations on it.
+        - A cache's name is sent to every server, and deleted at once. Names of no cache are ignored.
+
+        Many are sent in portions of 500, each with the `timeout`. Every server is asked, whatever others answer. If a
+        portion fails at a server, its further ones are not sent there, and once all other servers have been asked, the
+        error is raised: of several, the first that says that one is out of reach, or else the last.
         """
-        if not (portions := cache_requests.deletions(names)):
-            return
-        failures: list[AttnServeError] = []
-        for home in self._calls.servers.homes(self._calls.seconds(timeout)):
-            try:
-                for rpc in portions:
-                    self._calls.ask(rpc, timeout, home)
-            except AttnServeError as error:  # the server's other portions might each take the timeout, too
-                failures.append(error)
-        if failures:
-            raise in_vain(failures)
+        delete(self._calls, caches, timeout)
 
 
 class AsyncCaches:
@@ -331,21 +325,9 @@ class AsyncCaches:
         """
         return (await find_soon(self._calls, name, timeout))[0]
 
-    async def delete(self, names: Names, *, timeout: Timeout = ...) -> None:
-        """Deletes caches, by one name, several or none, as `Caches.delete` does: every server is asked, whatever others
-        answer.
-        """
-        if not (portions := cache_requests.deletions(names)):
-            return
-        failures: list[AttnServeError] = []
-        for home in await self._calls.servers.homes_soon(self._calls.seconds(timeout)):
-            try:
-                for rpc in portions:
-                    await self._calls.ask(rpc, timeout, home)
-            except AttnServeError as error:  # the server's other portions might each take the timeout, too
-                failures.append(error)
-        if failures:
-            raise in_vain(failures)
+    async def delete(self, caches: AsyncCache | str | Iterable[AsyncCache | str], *, timeout: Timeout = ...) -> None:
+        """Deletes caches: one, several or none, as `Caches.delete` does."""
+        await delete_soon(self._calls, caches, timeout)
 
 
 def _fork(client: Client, states: Sequence[CacheState], ttl: float | None, timeout: Timeout) -> tuple[Cache, ...]:

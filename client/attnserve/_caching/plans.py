@@ -143,9 +143,9 @@ def _forking(rpc: Rpc[Any, T]) -> Steps[T]:
         raise in_words_of_caller(error, cache_at) from None
 
 
-def delete(cache: CacheState, timeout: float | None) -> Plan[None]:
-    """Deletes a cache, after all operations that were asked for before."""
-    return Plan(_one(cache_requests.delete([cache.info.name])), (cache,), True, timeout)
+def delete(caches: Sequence[CacheState], timeout: float | None) -> Plan[None]:
+    """Deletes caches of one server, after all operations on them that were asked for before."""
+    return Plan(_one(cache_requests.delete([cache.info.name for cache in caches])), caches, True, timeout)
 
 
 def refresh(cache: CacheState, timeout: float | None) -> Plan[CacheInfo]:
@@ -332,15 +332,7 @@ def _checked(turns: Turns, caches: Handles, *, repeated: bool = False) -> Sequen
     handles = list(caches) if isinstance(caches, Iterable) and not isinstance(caches, str) else [caches]
     if not handles:
         raise InvalidRequestError("caches: expected one at least, found none", field="caches")
-    for handle in handles:
-        if not isinstance(handle, Handle) or handle._state.turns is not turns:
-            found = repr(handle)
-            if isinstance(handle, str):  # a cache's name is for whoever may use it, and is not shown
-                found = "a string; open_cache makes a cache of its name"
-            elif isinstance(handle, Handle):
-                found = f"one of another client, {found}; open_cache opens it here, by its name"
-            raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
-    states = [handle._state for handle in handles]
+    states = [own(turns, handle) for handle in handles]
     if len(homes := dict.fromkeys(state.home or "the client's own address" for state in states)) > 1:
         found = " and ".join(homes)
         helps = "a fork is where its cache is, and a client of one address makes all caches there"
@@ -350,6 +342,18 @@ def _checked(turns: Turns, caches: Handles, *, repeated: bool = False) -> Sequen
     if not repeated and len({state.info.name for state in states}) < len(states):
         raise InvalidRequestError("caches: expected each cache once, found one twice", field="caches")
     return states
+
+
+def own(turns: Turns, handle: Any) -> CacheState:
+    """The state of a cache. InvalidRequestError if it is not of this client."""
+    if isinstance(handle, Handle) and handle._state.turns is turns:
+        return handle._state
+    found = repr(handle)
+    if isinstance(handle, str):  # a cache's name is for whoever may use it, and is not shown
+        found = "a string; open_cache makes a cache of its name"
+    elif isinstance(handle, Handle):
+        found = f"one of another client, {found}; open_cache opens it here, by its name"
+    raise InvalidRequestError(f"caches: expected caches of this client, found {found}", field="caches")
 
 
 def _layer(field: str, layer: int, states: Sequence[CacheState]) -> int:

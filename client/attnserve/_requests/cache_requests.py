@@ -26,7 +26,7 @@ from attnserve._errors import InvalidRequestError, ProtocolError
 from attnserve._fields import Buffer
 from attnserve._requests import arguments, call
 from attnserve._requests import arrays as _arrays
-from attnserve._requests.arguments import ArrayLike, Names
+from attnserve._requests.arguments import ArrayLike
 from attnserve._requests.arrays import Array
 from attnserve._rpc import Rpc
 from attnserve.v1 import caches_pb2 as pb
@@ -48,9 +48,6 @@ _DTYPES: Final[dict[Any, tensor_pb2.DataType]] = {
 
 _SHOWN: Final = 4
 """The characters of a cache's name that are shown, of 24: enough to tell one's own caches apart, not to open one."""
-
-_PORTION: Final = 500
-"""How many names one request to delete has at most: 13 KB of those that servers give."""
 
 AppendLayout: TypeAlias = Literal["heads_first", "length_first"]
 
@@ -247,12 +244,6 @@ def delete(names: Sequence[str]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
     """Deletes caches, in one request."""
     request = pb.CacheServiceDeleteRequest(names=names)
     return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
-
-
-def deletions(names: Names) -> list[Rpc[pb.CacheServiceDeleteResponse, None]]:
-    """Deletes caches, in as many requests as it takes: servers bound the length of messages, and may bound names."""
-    every = arguments.names("names", names)
-    return [delete(every[first : first + _PORTION]) for first in range(0, len(every), _PORTION)]
 
 
 def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:

@@ -110,14 +110,14 @@ class Sequences:
         forks: list[Cache] = []
         with ExitStack() as undo:
             for some in portions(caches, self._layers):
-                for fork in self._client.caches.fork(some):
-                    undo.callback(fork.delete)
-                    forks.append(fork)
+                made = self._client.caches.fork(some)
+                undo.callback(self._client.caches.delete, made)
+                forks += made
             undo.pop_all()
         return forks
 
     def delete(self) -> None:
-        """Deletes all of them. Those for which that fails are tried again the next time."""
+        """Deletes all of them. If that fails, they are tried again the next time."""
         self._unwanted += self._caches
         self._caches = []
         self._delete_unwanted()
@@ -127,10 +127,5 @@ class Sequences:
         self._closed = True
 
     def _delete_unwanted(self) -> None:
-        with ExitStack() as every:  # which calls all, even if one raises
-            for cache in self._unwanted:
-                every.callback(self._delete_one, cache)
-
-    def _delete_one(self, cache: Cache) -> None:
-        cache.delete()
-        self._unwanted.remove(cache)
+        self._client.caches.delete(self._unwanted)
+        self._unwanted.clear()
