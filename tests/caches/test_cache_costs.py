@@ -25,6 +25,7 @@ from attnserve_server.caches.store import Truncation
 from attnserve_server.caches.work import CacheHost, Use
 from attnserve_server.errors import Cancelled, FailedPrecondition, InvalidRequest, Overloaded
 from attnserve_server.scheduling.entry import Entry, Outcome
+from attnserve_server.scheduling.pace import Amount
 
 __all__ = ["bench"]
 
@@ -45,6 +46,19 @@ async def hold(bench: Bench, cache: Cache, appended: int = 0) -> Entry:
     entry = bench.attend(cache, seed=1, appended=appended)
     await bench.device.until_entered()
     return entry
+
+
+def learning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """The requests of each batch that is learnt from, and their cost."""
+    learn, learnt = bench.admission.pace.learn, []
+
+    def noted(batch: Amount, seconds: float) -> None:
+        whole = batch.together()
+        learnt.append((whole.requests, whole.flops))
+        learn(batch, seconds)
+
+    monkeypatch.setattr(bench.admission.pace, "learn", noted)
+    return learnt
 
 
 async def test_it_is_counted_over_what_those_before_it_leave(bench: Bench) -> None:
@@ -105,18 +119,35 @@ async def test_it_is_counted_anew_if_it_meets_another_length(bench: Bench) -> No
     await bench.finished()
 
 
-async def test_what_was_counted_anew_is_learnt_from(bench: Bench) -> None:
+async def test_what_was_counted_anew_is_learnt_from(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = bench.create(3)
     running = await hold(bench, cache)
     cut, reader = bench.truncate(cache, 0), bench.attend(cache)
     foreseen = reader.cost
     bench.engine.cancel([cut])
+    learnt = learning(bench, monkeypatch)
     bench.device.may_run.set()
     for entry in (running, reader):
         await bench.check(entry, (0, 3))
     await bench.finished()
     assert reader.cost > foreseen
+    assert learnt == [(1, running.cost), (1, reader.cost)]
     assert bench.admission.pace.batches == 2
+
+
+async def test_what_cannot_run_is_not_learnt_from(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it count in what the device has to do."""
+    caches = bench.create(3), bench.create(3)
+    learnt = learning(bench, monkeypatch)
+    bench.device.may_run.clear()
+    refused, reader = bench.attend(caches[0], expected_length=9), bench.attend(caches[1])
+    await bench.device.until_entered()
+    assert bench.engine.worker.cost == reader.cost
+    bench.device.may_run.set()
+    assert isinstance(await bench.outcome(refused), FailedPrecondition)
+    await bench.check(reader, (0, 3))
+    await bench.finished()
+    assert learnt == [(1, reader.cost)]
 
 
 @pytest.mark.parametrize("bound", ["bytes", "flops"])

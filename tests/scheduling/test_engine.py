@@ -41,23 +41,27 @@ async def test_an_idle_device_starts_at_once(inline_flops: int) -> None:
     assert device.sizes == [1]
 
 
+@pytest.mark.parametrize(("reply_bytes", "counts"), [(100, 200), (10**9, None)], ids=["little", "more than it took"])
 async def test_of_what_is_answered_the_reply_alone_counts_until_it_has_been_sent(
-    monkeypatch: pytest.MonkeyPatch,
+    reply_bytes: int, counts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Twice, because there are two copies of it, but never more than counted before."""
     bench = Bench(HeldDevice(INLINE))
     sending: list[StillHeld] = []
 
     def reply(entry: Entry, outcome: Outcome | RequestError) -> None:
-        sending.append(bench.engine.answered(entry, 100))
+        sending.append(bench.engine.answered(entry, reply_bytes))
         bench._futures[entry].set_result(outcome)
 
     monkeypatch.setattr(bench, "_reply", reply)
     message = messages.random_attend(0, kv_length=1000)
     entry = bench.submit(message)
-    assert bench.admission.bytes > message.ByteSize()
+    before = bench.admission.bytes
+    assert before > message.ByteSize()
     await bench.outcome(entry)
-    assert sending == [("me", 1, 200)]
-    assert (bench.admission.requests, bench.admission.bytes) == (1, 200)
+    left = before if counts is None else counts
+    assert sending == [("me", 1, left)]
+    assert (bench.admission.requests, bench.admission.bytes) == (1, left)
     bench.engine.release(*sending)
     assert (bench.admission.requests, bench.admission.bytes) == (0, 0)
 
@@ -134,6 +138,23 @@ async def test_little_that_is_alone_runs_without_a_turn_of_the_loop() -> None:
     for outcome, message in zip(await bench.outcomes(entries), batch, strict=True):
         assert_right(outcome, message)
     assert device.sizes == [3]
+
+
+async def test_what_ran_without_a_turn_of_the_loop_has_none_afterwards() -> None:
+    """A turn that was meant for it would give a busy device one batch more than it takes."""
+    device = HeldDevice(BESIDE)
+    bench = Bench(device, max_batch_requests=1)
+    bench.engine.worker.inline_flops = INLINE
+    little = bench.submit(messages.random_attend(0))
+    bench.engine.hurry()
+    assert device.sizes == [1]
+    bench.engine.worker.inline_flops = BESIDE
+    device.may_run.clear()
+    others = [bench.submit(messages.random_attend(seed)) for seed in (1, 2)]
+    await asyncio.sleep(0)
+    assert (len(bench.engine.worker.runs), bench.queue.requests) == (1, 1)
+    device.may_run.set()
+    await bench.outcomes([little, *others])
 
 
 async def test_what_has_others_beside_it_or_costs_much_waits_for_the_turn_of_the_loop() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import messages
@@ -81,12 +82,14 @@ async def test_a_request_that_fails_alone_is_not_tried_twice(caplog: pytest.LogC
     assert "/a/path" in caplog.text  # the log, unlike the caller, gets the full text
 
 
-async def test_the_time_of_a_failure_says_nothing() -> None:
+@pytest.mark.parametrize("others", [0, 1, 2])
+async def test_the_time_of_a_failure_says_nothing(others: int) -> None:
+    """Nor does that of the others in its batch, which were computed twice."""
     device = HeldDevice(INLINE)
     bench = Bench(device)
-    message = messages.random_attend(0)
-    device.guilty = [message.query.data]
-    await bench.outcomes([bench.submit(message)])
+    batch = [messages.random_attend(seed) for seed in range(others + 1)]
+    device.guilty = [batch[-1].query.data]
+    await bench.outcomes([bench.submit(message) for message in batch])
     assert bench.admission.pace.batches == 0
 
 
@@ -196,14 +199,14 @@ async def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
     assert bench.engine.failed.is_set()
 
 
-async def test_a_device_that_forgets_results_is_a_failure_of_the_batch() -> None:
-    class Forgetful(HeldDevice):
+@pytest.mark.parametrize("results", [2, 4])
+async def test_a_device_that_forgets_results_or_has_too_many_is_a_failure_of_the_batch(results: int) -> None:
+    class Confused(HeldDevice):
         def run(self, requests: Sequence[Request]) -> BatchResult:
             result = super().run(requests)
-            del result.results[-1:]
-            return result
+            return replace(result, results=[*result.results, *result.results][: results + len(requests) - 3])
 
-    bench = Bench(Forgetful(INLINE))
+    bench = Bench(Confused(INLINE))
     outcomes = await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(3)])
     assert all(isinstance(outcome, ComputationFailed) for outcome in outcomes)
 

@@ -1,4 +1,7 @@
-"""An engine whose device takes two batches at a time: what is staged early, what waits; failures, and shutdown."""
+"""An engine whose device takes two batches at a time: what is staged early, what waits, and shutdown.
+
+`test_engine_pair_faults.py` is about what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import threading
 from time import perf_counter
 
 import pytest
-from engine_bench import PATIENCE_S
 from pair_bench import Asked, PairBench, PairDevice
 
-from attnserve_server.errors import Cancelled, ComputationFailed, DeadlineExceeded, DeviceFailed, Draining, OutOfMemory
+from attnserve_server.errors import Cancelled, DeadlineExceeded, Draining
 from attnserve_server.scheduling.entry import Outcome
-from attnserve_server.scheduling.shared_lock import SharedLock
 from attnserve_server.scheduling.watchdog import Watchdog
 
 
@@ -48,49 +49,6 @@ async def test_nothing_is_launched_on_the_loop_beside_a_thread_that_launches() -
     await bench.given(Asked(6))
     assert not bench.device.launched
     await bench.finish()
-
-
-async def test_what_cannot_be_launched_is_computed() -> None:
-    bench = PairBench(device=PairDevice(launch_bytes=10))
-    bench.device.fails_to_launch = True
-    entries = await bench.given(Asked(5), Asked(6))
-    bench.device.end_all()
-    assert all(isinstance(answer, Outcome) for answer in await bench.answers(entries))
-    assert (len(bench.device.launched), len(bench.device.batches)) == (1, 1)
-    await bench.finish()
-
-
-async def test_of_what_was_launched_and_fails_only_the_guilty_fail() -> None:
-    bench = PairBench(device=PairDevice(launch_bytes=100))
-    bench.device.end_all()
-    entries = bench.submit(Asked(1), Asked(2, failure=RuntimeError), Asked(3))
-    answers = await bench.answers(entries)
-    assert [type(answer) for answer in answers] == [Outcome, ComputationFailed, Outcome]
-    assert bench.device.costs() == [[1, 2, 3], [1, 2, 3], [1], [2], [3]]
-    await bench.finish()
-
-
-def test_nothing_is_launched_beside_what_has_or_waits_for_the_device_alone() -> None:
-    lock = SharedLock()
-    assert lock.try_share()
-    entered, may_end = threading.Event(), threading.Event()
-
-    def alone() -> None:
-        with lock.exclusive():
-            entered.set()
-            may_end.wait(PATIENCE_S)
-
-    thread = threading.Thread(target=alone)
-    thread.start()
-    while lock.try_share():  # until it waits
-        lock.unshare()
-    assert not entered.is_set()
-    lock.unshare()
-    assert entered.wait(PATIENCE_S)
-    assert not lock.try_share()
-    may_end.set()
-    thread.join(PATIENCE_S)
-    assert lock.try_share()
 
 
 async def test_less_than_what_computes_waits_for_others() -> None:
@@ -158,104 +116,6 @@ async def test_what_needs_the_same_thing_runs_when_the_one_before_has_ended() ->
     await bench.finish()
 
 
-async def test_a_batch_that_fails_leaves_the_other_alone(caplog: pytest.LogCaptureFixture) -> None:
-    bench = PairBench()
-    bad = await bench.given(Asked(2, failure=RuntimeError, needs=("a",)), Asked(2, needs=("b",)))
-    good = await bench.given(Asked(5, needs=("c",)))
-    bench.device.held = False  # each once more, by itself
-    bench.device.end(0)
-    guilty, innocent = await bench.answers(bad)
-    assert isinstance(guilty, ComputationFailed)
-    assert isinstance(innocent, Outcome)
-    assert bench.device.costs() == [[2, 2], [5], [2], [2]]
-    assert [entry.request.said for entry in bad] == [  # type: ignore[attr-defined]
-        ["enter", "begin", "failed", "leave"],
-        ["enter", "begin", "end", "leave"],
-    ]
-    assert not bench.replies[good[0]]
-    await bench.finish()
-    (outcome,) = await bench.answers(good)
-    assert isinstance(outcome, Outcome)
-    assert "a batch of 2 failed" in caplog.text
-
-
-class Crowded:
-    """Fails for lack of memory while another batch is there, or always."""
-
-    def __init__(self, bench: PairBench, always: bool) -> None:
-        self.bench, self.always = bench, always
-
-    def __call__(self) -> BaseException:
-        others = [batch for batch in self.bench.device.batches if not batch.may_end.is_set()]
-        return MemoryError() if others or self.always else KeyError("room")
-
-
-@pytest.mark.parametrize("always", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
-async def test_what_has_no_memory_beside_another_is_tried_without_it(always: bool, count: int) -> None:
-    bench = PairBench()
-    other = await bench.given(Asked(1))
-    entries = await bench.given(*(Asked(5, failure=Crowded(bench, always)) for _ in range(count)))
-    bench.device.end(1)
-    if count > 1:  # the first of them by itself, but still beside the other batch
-        await bench.device.until_entered()
-        bench.device.end(2)
-    bench.device.held = False
-    later = bench.submit(Asked(9))
-    assert not any(bench.replies[entry] for entry in entries)
-    bench.device.end(0)
-    assert isinstance((await bench.answers(other))[0], Outcome)
-    for outcome in await bench.answers(entries):
-        assert isinstance(outcome, OutOfMemory if always else ComputationFailed)
-    await bench.answers(later)
-    await bench.finish()
-
-
-async def test_a_device_that_is_lost_is_lost_for_both_and_all_who_wait() -> None:
-    bench = PairBench(max_batch_requests=2)
-    bad = await bench.given(Asked(2, failure=RuntimeError), Asked(2))
-    good = await bench.given(Asked(5), Asked(1))
-    waits = bench.submit(Asked(1), Asked(1, needs=("a",)), Asked(1, needs=("a",)))
-    bench.device.lost = True
-    bench.device.end(0)
-    for outcome in await bench.answers([*bad, *good, *waits]):
-        assert isinstance(outcome, DeviceFailed)
-    assert bench.engine.failed.is_set()
-    with pytest.raises(DeviceFailed):
-        bench.submit(Asked())
-    bench.device.end_all()
-    await asyncio.get_running_loop().run_in_executor(bench.engine.worker._threads, bool)
-    await bench.answers([*bad, *good, *waits])  # each still answered exactly once
-    assert bench.device.costs() == [[2, 2], [5, 1]], "nothing is tried again on a device that is lost"
-
-
-async def test_a_thread_that_dies_fails_everybody() -> None:
-    class Death(BaseException):
-        pass
-
-    bench = PairBench()
-    bad = await bench.given(Asked(2, failure=Death))
-    good = await bench.given(Asked(5))
-    bench.device.end(0)
-    for outcome in await bench.answers(bad + good):
-        assert isinstance(outcome, DeviceFailed)
-    bench.device.end_all()
-
-
-async def test_a_bug_met_with_one_batch_tells_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise KeyError("a bug")
-
-    bench = PairBench()
-    first = await bench.given(Asked(1))
-    second = await bench.given(Asked(2))
-    monkeypatch.setattr(bench.metrics, "batch", fail)
-    bench.device.end(1)
-    for outcome in await bench.answers(first + second):
-        assert isinstance(outcome, DeviceFailed)
-    bench.device.end_all()
-
-
 async def test_who_leaves_while_both_compute() -> None:
     """Queued requests are answered at once; those in either batch get its result."""
     bench = PairBench()
@@ -269,6 +129,17 @@ async def test_who_leaves_while_both_compute() -> None:
     await bench.finish()
     for outcome in await bench.answers(first + second):
         assert isinstance(outcome, Outcome)
+
+
+async def test_whose_turn_comes_because_another_leaves_runs_beside_what_computes() -> None:
+    bench = PairBench()
+    await bench.given(Asked(5, needs=("a",), shares=True))
+    between, behind = bench.submit(Asked(1, needs=("a",)), Asked(6, needs=("a",), shares=True))
+    bench.engine.cancel([between])
+    await bench.device.until_entered()
+    assert bench.device.costs() == [[5], [6]]
+    assert not bench.replies[behind]
+    await bench.finish()
 
 
 async def test_what_is_too_late_for_the_second_place_leaves_it_to_others() -> None:
@@ -310,23 +181,6 @@ async def test_an_engine_is_closed_without_waiting_for_what_computes() -> None:
     assert not await bench.engine.drain(0.0)
     bench.engine.close()
     assert bench.engine.is_computing
-    bench.device.end_all()
-
-
-async def test_a_batch_that_does_not_end_is_noticed_beside_others_that_do() -> None:
-    bench = PairBench()
-    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)  # the test itself drives its beats
-    stuck = await bench.given(Asked(1))
-    for _ in range(20):
-        entries = await bench.given(Asked(1))
-        bench.device.end(len(bench.device.batches) - 1)
-        await bench.answers(entries)
-        watchdog._beat()
-    assert bench.engine.failure is None
-    watchdog._beat()
-    watchdog._beat()
-    assert "counts as stuck" in str(bench.engine.failure)
-    assert isinstance((await bench.answers(stuck))[0], DeviceFailed)
     bench.device.end_all()
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import SECOND, Entry, popped, queue_of, work
 
-from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock
+from attnserve_server.scheduling.fairness import FORGOTTEN, FairClock, Place
 from attnserve_server.scheduling.pace import Pace
 
 
@@ -181,6 +181,34 @@ def test_what_a_caller_sends_first_counts_against_what_it_left_for_later() -> No
     assert clock.begin("another", 0) == 0.0
 
 
+def test_what_took_longer_counts_against_what_its_caller_left_for_later() -> None:
+    """But what it sends first does not wait for that which it left for later, however long that took."""
+    clock = FairClock()
+    assert [clock.enter("a", priority, 1.0) for priority in (1, 0)] == [0.0, 1.0]
+    for priority, begins in ((1, [6.0, 5.0]), (0, [10.0, 5.0])):
+        clock.begin_run()
+        clock.served(1.0, 100)
+        clock.end_run({("a", priority): 1.0}, 100, 5.0)
+        assert [clock.begin("a", priority) for priority in (0, 1)] == begins
+
+
+def test_a_caller_owes_what_it_sent_with_any_priority() -> None:
+    """It is not forgotten as soon as what it sent first is done."""
+    clock = FairClock()
+    clock.enter("a", 1, 0.001)
+    clock.enter("a", 0, 100.0)
+    for caller in range(2 * FORGOTTEN):
+        clock.enter(caller, 0, 0.001)
+        clock.served(0.001, 1)
+        clock.leave(caller)
+    assert clock.begin("a", 0) == pytest.approx(100.001)
+
+
+def test_nothing_that_waits_is_due_earlier_than_it_was() -> None:
+    """Although its caller, who owed nothing, has been forgotten."""
+    assert FairClock().begin_later("a", [Place(0, 5.0, 1.0, 2.0), Place(0, 6.0, 1.0, 2.0)]) == [5.0, 7.0]
+
+
 def test_a_batch_is_filled_with_what_anybody_has() -> None:
     flood = [Entry(caller="flood", cost=10) for _ in range(3)]
     other = Entry(caller="other", cost=10)
@@ -188,14 +216,15 @@ def test_a_batch_is_filled_with_what_anybody_has() -> None:
 
 
 def test_nobody_owes_anything_once_all_have_been_served() -> None:
-    queue = queue_of(*(Entry(caller="busy", cost=10) for _ in range(8)))
+    little = Entry(caller="other", cost=10)
+    queue = queue_of(little, *(Entry(caller="busy", cost=10) for _ in range(8)), max_requests=1)
     while queue.requests:
         batch = queue.pop(0.0)
         queue.end(batch, 100.0)  # much longer than expected
     busy, other = Entry(caller="busy", cost=10), Entry(caller="other", cost=10)
     queue.push(busy)
     queue.push(other)
-    assert queue.pop(0.0).entries == [busy, other]
+    assert popped(queue) == [[busy], [other]]
 
 
 def test_callers_who_have_gone_are_forgotten() -> None:

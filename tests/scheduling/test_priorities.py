@@ -19,6 +19,15 @@ def test_within_a_priority_the_oldest_goes_first() -> None:
     assert popped(queue_of(*entries)) == [entries]
 
 
+def test_of_what_is_due_at_the_same_time_the_oldest_goes_first() -> None:
+    """As all is, of callers that come anew, where priorities are worth nothing."""
+    queue: BatchQueue[Entry] = BatchQueue(MAX_FLOPS, 1, 0.0, Pace(1 / SECOND, 1e-12), None, 1)
+    entries = [Entry(caller=priority, priority=priority) for priority in (0, 2, 1)]
+    for entry in entries:
+        queue.push(entry)
+    assert popped(queue) == [[entry] for entry in entries]
+
+
 @pytest.mark.parametrize("work", [0.99, 1.01])
 def test_a_higher_priority_goes_before_an_older_request_up_to_aging(work: float) -> None:
     """Aging is measured in the device's working time: here, `work` times what two levels of priority are worth."""
