@@ -253,9 +253,7 @@ class Admission:
         everybody, own = self._everybody, self._callers.get(caller, NOTHING)
         left, bytes_left = self._max_requests - everybody.requests - requests, self._max_bytes - everybody.bytes - size
         return (
-            left >= 0
-            and bytes_left >= 0
-            and own.requests + requests <= SHARE * left
+            own.requests + requests <= SHARE * left
             and own.bytes + size <= SHARE * bytes_left
             and not everybody.waiting
             and caller not in self._told
