@@ -125,13 +125,16 @@ async def test_what_was_counted_anew_is_learnt_from(bench: Bench, monkeypatch: p
     cut, reader = bench.truncate(cache, 0), bench.attend(cache)
     foreseen = reader.cost
     bench.engine.cancel([cut])
-    learnt = learning(bench, monkeypatch)
+    learnt, worker, costs = learning(bench, monkeypatch), bench.engine.worker, []
+    run = worker.run
+    monkeypatch.setattr(worker, "run", lambda *batch: (costs.append(worker.cost), run(*batch)))
     bench.device.may_run.set()
     for entry in (running, reader):
         await bench.check(entry, (0, 3))
     await bench.finished()
     assert reader.cost > foreseen
     assert learnt == [(1, running.cost), (1, reader.cost)]
+    assert costs == [reader.cost]
     assert bench.admission.pace.batches == 2
 
 

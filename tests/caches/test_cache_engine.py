@@ -223,6 +223,18 @@ async def test_what_is_undone_is_never_seen(bench: Bench) -> None:
     await bench.finished()
 
 
+async def test_who_looks_does_not_wait_for_who_reads(bench: Bench) -> None:
+    cache = bench.create(3)
+    bench.device.may_run.clear()
+    running = bench.attend(cache)
+    await bench.device.until_entered()
+    assert await bench.seen(bench.look(cache)) == 3
+    assert running not in bench.order
+    bench.device.may_run.set()
+    await bench.check(running, (0, 3))
+    await bench.finished()
+
+
 async def test_looking_keeps_no_cache_alive(bench: Bench) -> None:
     """It does not renew the lease, and a cache that was deleted meanwhile is not found."""
     cache = bench.create(3, ttl=100.0)

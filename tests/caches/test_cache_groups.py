@@ -23,6 +23,7 @@ from attnserve_server.caches.operations import Fork, Truncate
 from attnserve_server.caches.store import MOST_TRUNCATIONS, Truncation
 from attnserve_server.caches.work import Use
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, NotFound, Overloaded
+from attnserve_server.requests.work import Work
 from attnserve_server.scheduling.entry import Entry, Outcome
 
 __all__ = ["bench", "caller"]
@@ -241,26 +242,48 @@ async def test_a_group_that_fails_at_its_turn_changes_nothing(bench: Bench) -> N
     await bench.finished()
 
 
-async def test_what_stands_behind_a_group_that_must_fail_is_promised_its_pages(bench: Bench) -> None:
-    """One cache is too short for what is asked: no cache of the group will be cut off, so an append behind it counts on
-    the length that is there.
+@pytest.mark.parametrize(("lengths", "expected"), [([0, 6], None), ([6, 0], None), ([0, 0], 9)])
+async def test_what_stands_behind_a_group_that_must_fail_is_promised_its_pages(
+    bench: Bench, lengths: list[int], expected: int | None
+) -> None:
+    """One cache is too short for what is asked, or has another length: no cache of the group will be cut off, so an
+    append behind it counts on the length that is there.
     """
     caches = [bench.create(5), bench.create(5)]
     bench.device.may_run.clear()
     running = [bench.attend(cache, seed=1) for cache in caches]
     await bench.device.until_entered()
-    cuts = submitted(bench, caches, [0, 6])
-    assert caches[0].coming_length(0) == 5
-    behind = bench.append(caches[0], seed=2, count=3, expected_length=5)
-    assert caches[0].coming_length(0) == 8
-    assert caches[0].layers[0].promised == caches[0].layers[0].pages_for(3)
+    cuts = submitted(bench, caches, lengths, expected)
+    assert [cache.coming_length(0) for cache in caches] == [5, 5]
+    behind = [bench.append(cache, seed=2, count=3, expected_length=5) for cache in caches]
+    for cache in caches:
+        assert cache.coming_length(0) == 8
+        assert cache.layers[0].promised == cache.layers[0].pages_for(3)
     bench.device.may_run.set()
     for entry in running:
         await bench.check(entry, (0, 5))
-    assert isinstance(await bench.outcome(cuts), InvalidRequest)
-    assert isinstance(await bench.outcome(behind), Outcome)
-    assert [cache.length(0) for cache in caches] == [8, 5]
+    assert isinstance(await bench.outcome(cuts), FailedPrecondition if expected else InvalidRequest)
+    for entry in behind:
+        assert isinstance(await bench.outcome(entry), Outcome)
+    assert [cache.length(0) for cache in caches] == [8, 8]
     await bench.finished()
+
+
+async def test_what_lost_a_cache_before_it_is_admitted_holds_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [bench.create(3) for _ in range(3)]
+    submit = bench.submit
+
+    def submit_later(request: Work) -> Entry:
+        bench.store.delete(caches[2])
+        return submit(request)
+
+    monkeypatch.setattr(bench, "submit", submit_later)
+    with pytest.raises(NotFound):
+        bench.attend(*caches)
+    assert [cache.users for cache in caches] == [0, 0, 0]
+    assert bench.admission.requests == 0
 
 
 def test_one_id_shows_that_all_were_cut(caller: Caller) -> None:

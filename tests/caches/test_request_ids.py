@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from stores import SHAPE, store_of
+from stores import SHAPE, append, store_of
 
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.register import GIVEN_UP_SECONDS, MAX_GIVEN_UP
@@ -117,3 +117,35 @@ def test_one_owner_does_not_make_others_requests_forgotten() -> None:
     with pytest.raises(Cancelled):
         store.create(SHAPE, None, 1.0, "you", b"%d" % (2 * MAX_GIVEN_UP - 1))
     assert store.create(SHAPE, None, 1.0, "you", b"0") is not None
+    store.give_up("another", b"last", 0.0)
+    store.give_up("me", b"last", 0.0)
+    with pytest.raises(Cancelled):  # whoever comes last, it is not that one's ids that are forgotten
+        store.create(SHAPE, None, 1.0, "another", b"last")
+    with pytest.raises(Cancelled):
+        store.create(SHAPE, None, 1.0, "me", b"mine")
+
+
+def test_a_request_that_is_given_up_again_is_remembered_from_then_on() -> None:
+    store = store_of(4, max_caches=10)
+    for now in (0.0, 200.0):
+        store.give_up(None, b"twice", now)
+    store.give_up(None, b"once", 201.0)
+    with pytest.raises(Cancelled):
+        store.create(SHAPE, None, 199.0 + GIVEN_UP_SECONDS, None, b"twice")
+    store.give_up(None, b"last", 200.0 + GIVEN_UP_SECONDS)
+    assert [request_id for _, request_id in store._given_up] == [b"once", b"last"]
+
+
+def test_nothing_is_kept_of_owners_who_have_nothing_left() -> None:
+    store = store_of(16, max_caches=10)
+    for owner in ("me", "you", None):
+        cache = store.create(SHAPE, 60.0, 0.0, owner, b"made", "alias")
+        append(store, cache, 5)
+        fork = store.fork_one(cache, None, 0.0, b"forked")
+        store.give_up(owner, b"given up", 0.0)
+        store.delete(fork)
+    store.expire(60.0)
+    store.give_up("another", b"last", GIVEN_UP_SECONDS)
+    kept = {name: len(found) for name, found in vars(store).items() if isinstance(found, dict) and found}
+    assert kept == {"_given_up": 1, "_given_up_by": 1}
+    assert (len(store), store.free_pages, store.tokens) == (0, 16, 0)
