@@ -283,6 +283,16 @@ def test_a_check_beforehand_counts_nothing_and_refuses_the_same() -> None:
         admission.check(ME, 1)
 
 
+def test_what_costs_less_after_all_is_taken_though_what_runs_again_costs_more_than_all_may() -> None:
+    admission = OpenAdmission(10, 100, 1000)
+    for caller in (ME, OTHER):
+        admission.admit(caller, 10, 500)
+    admission.computed(OTHER, 10, 500)
+    admission.again(OTHER, 10, 900, "")
+    admission.recount(ME, (10, 500), (10, 400), 0)
+    assert admission.flops == 1300
+
+
 def test_what_costs_something_else_after_all_is_counted_anew() -> None:
     admission = OpenAdmission(max_requests=2, max_bytes=100, max_flops=1000, max_reply_bytes=50)
     admission.admit(ME, 40, 400)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import Any
 
-import engine_bench
 import messages
 import pytest
 from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_right, hold, torch_threads
@@ -21,7 +19,6 @@ from attnserve_server.errors import (
     RequestError,
     Starting,
 )
-from attnserve_server.scheduling import engine
 from attnserve_server.scheduling.entry import Entry, Outcome, StillHeld
 
 __all__ = ["torch_threads"]
@@ -265,6 +262,8 @@ async def test_nothing_is_taken_before_the_device_is_ready() -> None:
     with pytest.raises(Starting) as caught:
         engine.check("me", 1)
     assert caught.value.code.name == "UNAVAILABLE"
+    for reason in ("draining", "failed"):
+        assert metrics.registry.get_sample_value("attnserve_rejected_requests_total", {"reason": reason}) == 0
     engine.open()
     engine.check("me", 1)
     assert await engine.drain(PATIENCE_S)
@@ -308,65 +307,17 @@ async def test_a_request_larger_than_the_server_is_the_callers_mistake() -> None
     assert bench.queue.requests == 0
 
 
-async def test_max_wait_waits_for_others() -> None:
-    device = HeldDevice(INLINE)
-    max_wait = 0.05
-    bench = Bench(device, max_wait=max_wait)
-    outcomes = await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(2)])
-    assert device.sizes == [2]
-    assert isinstance(outcomes[0], Outcome)
-    assert outcomes[0].phases.queue >= max_wait - 0.001, "the loop's clock has milliseconds"
-
-
-async def test_the_shortest_wait_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop rounds to whole milliseconds: half of one, or less, would be none."""
-    loop, waits = asyncio.get_running_loop(), []
-    call_later = loop.call_later
-
-    def noted(delay: float, *call: Any) -> asyncio.TimerHandle:
-        waits.append(delay)
-        return call_later(delay, *call)
-
-    bench = Bench(HeldDevice(INLINE), max_wait=1e-4)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "call_later", noted)
-        for module in (engine, engine_bench):  # no time passes until the engine has seen the request
-            patch.setattr(module, "perf_counter", lambda: 1.0)
-        bench.submit(messages.random_attend(0))
-    assert waits == [0.001]
-    assert await bench.engine.drain(PATIENCE_S)
-
-
-async def test_a_full_batch_waits_for_nobody() -> None:
-    device = HeldDevice(INLINE)
-    bench = Bench(device, max_wait=10 * PATIENCE_S, max_batch_requests=2)
-    await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(2)])
-    assert device.sizes == [2]
-
-
-async def test_the_time_of_a_batch_is_without_what_the_next_one_waits_for_others() -> None:
-    device = HeldDevice(BESIDE)
-    bench = Bench(device, max_wait=10 * PATIENCE_S, max_batch_requests=2)
-    device.may_run.clear()
-    full = [bench.submit(messages.random_attend(seed)) for seed in range(2)]
-    await device.until_entered()
-    waits = bench.submit(messages.random_attend(2))
-    device.may_run.set()
-    for entry in full:
-        await bench.outcome(entry)
-    await asyncio.sleep(0)  # it is learnt once replies are on their way
-    assert (bench.queue.requests, bench.admission.pace.batches) == (1, 1)
-    await bench.outcomes([*full, waits, bench.submit(messages.random_attend(3))])
-
-
 async def test_phases_add_up_to_the_time_that_passed() -> None:
     device = HeldDevice(BESIDE)
     bench = Bench(device)
     begin = perf_counter()
     first = await hold(bench, device)
-    queued = bench.submit(messages.random_attend(1))
+    queued, decoded = bench.submit(messages.random_attend(1)), bench.submit(messages.random_attend(2))
+    decoded.decode = PATIENCE_S  # as if all the time since its arrival had been that of decoding
     device.may_run.set()
-    outcomes = await bench.outcomes([first, queued])
+    *outcomes, last = await bench.outcomes([first, queued, decoded])
+    assert isinstance(last, Outcome)
+    assert last.phases.queue == 0
     passed = perf_counter() - begin
     for outcome in outcomes:
         assert isinstance(outcome, Outcome)

@@ -19,10 +19,10 @@ from engine_bench import BESIDE, INLINE, PATIENCE_S, Bench, HeldDevice, assert_r
 
 from attnserve_server.devices.cuda import CudaDevice
 from attnserve_server.devices.failures import Blame, is_out_of_memory
-from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
+from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory, RequestError
 from attnserve_server.requests.request import Request
 from attnserve_server.requests.work import BatchResult
-from attnserve_server.scheduling.entry import Outcome
+from attnserve_server.scheduling.entry import Entry, Outcome
 from attnserve_server.scheduling.watchdog import Watchdog
 
 __all__ = ["torch_threads"]
@@ -209,6 +209,25 @@ async def test_a_device_that_forgets_results_or_has_too_many_is_a_failure_of_the
     bench = Bench(Confused(INLINE))
     outcomes = await bench.outcomes([bench.submit(messages.random_attend(seed)) for seed in range(3)])
     assert all(isinstance(outcome, ComputationFailed) for outcome in outcomes)
+
+
+async def test_a_reply_that_fails_concerns_its_caller_alone() -> None:
+    """It is tried once more, with an error; but if that, or another error, cannot be told, there is no more to tell."""
+    device = HeldDevice(INLINE)
+    bench = Bench(device)
+    told: list[tuple[Entry, type]] = []
+
+    def fail(entry: Entry, outcome: Outcome | RequestError) -> None:
+        told.append((entry, type(outcome)))
+        bench.replies[entry].append(outcome)
+        raise KeyError("a bug")
+
+    device.guilty = [messages.random_attend(1).query.data]
+    good, bad, other = [bench.submit(messages.random_attend(seed)) for seed in range(3)]
+    good.reply = bad.reply = fail
+    assert isinstance(await bench.outcome(other), Outcome)
+    assert told == [(good, Outcome), (good, ComputationFailed), (bad, ComputationFailed)]
+    assert bench.engine.failure is None
 
 
 async def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

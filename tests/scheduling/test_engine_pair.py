@@ -13,6 +13,7 @@ import pytest
 from pair_bench import Asked, PairBench, PairDevice
 
 from attnserve_server.errors import Cancelled, DeadlineExceeded, Draining
+from attnserve_server.scheduling.batching import Batch
 from attnserve_server.scheduling.entry import Outcome
 from attnserve_server.scheduling.watchdog import Watchdog
 
@@ -181,7 +182,23 @@ async def test_an_engine_is_closed_without_waiting_for_what_computes() -> None:
     assert not await bench.engine.drain(0.0)
     bench.engine.close()
     assert bench.engine.is_computing
+    assert all(batch.thread.is_alive() for batch in bench.device.batches)
     bench.device.end_all()
+
+
+async def test_the_device_is_busy_from_its_first_batch_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its batches overlap. What was computed without a batch counts, too."""
+    worker = PairBench().engine.worker
+    one, other = worker.take(Batch(), 1.0), worker.take(Batch(), 2.0)
+    assert worker.free(one, 4.0) == 1.0
+    monkeypatch.setattr("attnserve_server.scheduling.worker.perf_counter", lambda: 4.5)
+    assert (worker.busy_seconds, worker.batch_seconds) == (3.5, 2.5)
+    assert worker.free(other, 5.0) == 4.0
+    assert (worker.busy_seconds, worker.batch_seconds) == (4.0, 0.0)
+    assert worker.free(worker.take(Batch(), 7.0), 8.0) == 7.0
+    worker.computed_inline(0.5)
+    assert worker.busy_seconds == 5.5
+    worker.close()
 
 
 async def test_no_second_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:

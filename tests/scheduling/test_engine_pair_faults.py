@@ -18,7 +18,7 @@ from attnserve_server.errors import ComputationFailed, DeviceFailed, OutOfMemory
 from attnserve_server.requests.work import Finish
 from attnserve_server.scheduling.entry import Outcome
 from attnserve_server.scheduling.shared_lock import SharedLock
-from attnserve_server.scheduling.watchdog import Watchdog
+from attnserve_server.scheduling.watchdog import BEATS, SLOWEST_FLOPS, Watchdog
 
 
 async def test_what_cannot_be_launched_is_computed() -> None:
@@ -239,4 +239,30 @@ async def test_a_batch_that_does_not_end_is_noticed_beside_others_that_do() -> N
     watchdog._beat()
     assert "counts as stuck" in str(bench.engine.failure)
     assert isinstance((await bench.answers(stuck))[0], DeviceFailed)
+    bench.device.end_all()
+
+
+async def test_batches_that_end_are_left_alone_however_long_all_together_take() -> None:
+    bench = PairBench()
+    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)
+    for place in range(5):
+        entries = await bench.given(Asked(1))
+        for _ in range(BEATS - 5):
+            watchdog._beat()
+        bench.device.end(place)
+        await bench.answers(entries)
+    assert bench.engine.failure is None
+    await bench.finish()
+
+
+async def test_a_batch_may_take_as_long_as_its_work_does_on_the_slowest_device() -> None:
+    bench = PairBench()
+    watchdog = Watchdog(bench.engine, 1.0, pytest.fail)
+    await bench.given(Asked(int(10 * SLOWEST_FLOPS)))
+    for _ in range(11 * BEATS):
+        watchdog._beat()
+    assert bench.engine.failure is None
+    for _ in range(BEATS):
+        watchdog._beat()
+    assert "counts as stuck" in str(bench.engine.failure)
     bench.device.end_all()
