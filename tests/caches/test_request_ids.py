@@ -126,14 +126,14 @@ def test_one_owner_does_not_make_others_requests_forgotten() -> None:
 
 
 def test_a_request_that_is_given_up_again_is_remembered_from_then_on() -> None:
+    """Longer than what was given up in the meantime."""
     store = store_of(4, max_caches=10)
-    for now in (0.0, 200.0):
-        store.give_up(None, b"twice", now)
-    store.give_up(None, b"once", 201.0)
+    for request_id, now in ((b"twice", 0.0), (b"once", 100.0), (b"twice", 200.0)):
+        store.give_up(None, request_id, now)
+    store.give_up(None, b"last", 100.0 + GIVEN_UP_SECONDS)
+    assert [request_id for _, request_id in store._given_up] == [b"twice", b"last"]
     with pytest.raises(Cancelled):
         store.create(SHAPE, None, 199.0 + GIVEN_UP_SECONDS, None, b"twice")
-    store.give_up(None, b"last", 200.0 + GIVEN_UP_SECONDS)
-    assert [request_id for _, request_id in store._given_up] == [b"once", b"last"]
 
 
 def test_nothing_is_kept_of_owners_who_have_nothing_left() -> None:

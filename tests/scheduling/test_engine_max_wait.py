@@ -75,9 +75,7 @@ async def test_a_batch_that_is_full_before_leaves_nothing_to_come_at_the_end_of_
     wait = 1e-3
     bench = Bench(device, max_wait=wait, max_batch_requests=2)
     device.may_run.clear()
-    entries = [bench.submit(messages.random_attend(seed)) for seed in range(2)]
-    await device.until_entered()
-    entries.append(bench.submit(messages.random_attend(2)))
+    entries = [bench.submit(messages.random_attend(seed)) for seed in range(3)]
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(2 * wait, over.set)
     await over.wait()

@@ -216,12 +216,12 @@ def test_a_batch_is_filled_with_what_anybody_has() -> None:
 
 
 def test_nobody_owes_anything_once_all_have_been_served() -> None:
-    little = Entry(caller="other", cost=10)
-    queue = queue_of(little, *(Entry(caller="busy", cost=10) for _ in range(8)), max_requests=1)
-    while queue.requests:
-        batch = queue.pop(0.0)
-        queue.end(batch, 100.0)  # much longer than expected
     busy, other = Entry(caller="busy", cost=10), Entry(caller="other", cost=10)
+    queue = queue_of(busy, other, max_requests=1)
+    for entry, seconds in ((busy, 100.0), (other, 0.01)):  # the first takes much longer than expected
+        batch = queue.pop(0.0)
+        assert batch.entries == [entry]
+        queue.end(batch, seconds)
     queue.push(busy)
     queue.push(other)
     assert popped(queue) == [[busy], [other]]
