@@ -89,6 +89,18 @@ def test_a_request_that_is_kept_is_not_taken_for_one_of_another_layer_or_problem
         assert_same(answers[0], stepping_.ordinary(request))
 
 
+def test_a_request_that_is_kept_is_taken_once_for_several_in_a_message(stepping_: Stepping) -> None:
+    """They differ in what they read of the same cache: each is a request of its own."""
+    cache = stepping_.create(9)
+    asked = [step(cache, seed=length, kv_lengths=np.array([length])) for length in (9, 2, 5)]
+    stepping_.learn(asked[0])
+    assert stepping_.answer(message_of(asked[0])) is not None
+    found = stepping_.answer(message_of(*asked))
+    assert found is not None
+    for reply, request in zip(found, asked, strict=True):
+        assert_same(reply, stepping_.ordinary(request))
+
+
 def test_a_request_that_is_kept_costs_what_its_cache_has_come_to(stepping_: Stepping) -> None:
     cache = stepping_.create(8)
     append = step(cache, append=True)
