@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from cache_keeper import Keeper
 from cached import QUERY, D, H, Transport, address, keeper, normal, part, reference, transport
 from calls import PATIENCE_S
 
-from attnserve import AsyncClient, Client, ClientClosedError, DeadlineExceededError
+from attnserve import AsyncClient, AttnServeError, Client, ClientClosedError, DeadlineExceededError
 
 __all__ = ["address", "keeper", "transport"]
 
@@ -45,6 +45,22 @@ def test_what_is_submitted_takes_effect_in_its_order(address: str, transport: Tr
         for step, future in enumerate(futures):
             assert future.result().cache_lengths == (step + 1,)
             np.testing.assert_allclose(future.result().output, reference(step + 1), atol=1e-6)
+
+
+def test_a_callback_may_use_the_cache_and_wait(address: str) -> None:
+    """The operation whose callback it is has let go of the cache."""
+    with Client(address, transport="unary", timeout=PATIENCE_S) as client:
+        cache = client.create_cache(H, D)
+        appended: Future[int] = Future()
+
+        def append(done: Future[Any]) -> None:
+            try:
+                appended.set_result(cache.append(*part(1, 3)))
+            except AttnServeError as error:
+                appended.set_exception(error)
+
+        client.submit(QUERY, *part(0, 1), caches=cache).add_done_callback(append)
+        assert appended.result() == 3
 
 
 async def test_tasks_append_to_one_cache_in_their_order(address: str, transport: Transport) -> None:

@@ -320,6 +320,36 @@ def test_what_an_operation_held_is_free_when_it_is_over(cancelled: bool) -> None
         gc.enable()
 
 
+def test_what_comes_after_an_operation_is_given_up_changes_nothing() -> None:
+    """Neither a reply that was on its way, nor a deadline that had passed already."""
+    info = CacheInfo("cache", 1, 1, 1, 1, "float32", (0,), 0, 0, None, None)
+    cache = CacheState(info, Turns(Clock().later), None)
+    sent: list[Future[None]] = []
+    outcomes: list[Any] = []
+
+    def send(request: object, timeout: float | None) -> Future[None]:
+        sent.append(future := Future[None]())
+        future.set_running_or_notify_cancel()  # its reply has arrived, so that it can no longer be cancelled
+        return future
+
+    def steps() -> Steps[None]:
+        yield cache_requests.get("cache")
+        yield cache_requests.get("cache")
+
+    begun, waiting = (
+        Transaction(cache.turns, Plan(steps(), (cache,), True, 60.0), send, outcomes.append) for _ in range(2)
+    )
+    for each in (begun, waiting):
+        each.begin()
+    assert waiting.cancel()
+    assert begun.cancel()
+    waiting.expire()
+    sent[0].set_result(None)
+    assert len(sent) == 1
+    assert not outcomes
+    assert not (begun.cancel() or waiting.cancel())
+
+
 def test_turns_that_end_as_they_begin_may_be_many() -> None:
     turns, line = Turns(Clock().later), CacheLine()
     ended: list[int] = []
