@@ -139,6 +139,9 @@ def test_a_server_that_says_nothing_in_a_calls_time_is_taken_to_hang(here: Multi
     silent.resolve(stream, [Reply(calls["answered"].id, DONE)], 5.0)
     assert len(silent.tick(9.0)) == 1
     assert replica.rests_until == 0, "it has answered another in that time"
+    silent.add(Call("unsent", 15, [b"unsent"], 1, 9.5, 0.4), 9.5)
+    assert len(silent.tick(9.9)) == 1
+    assert replica.rests_until == 0, "it was not asked"
     silent.add(Call("unheard", 15, [b"unheard"], 1, 10.0, 2.0), 10.0)
     sent(silent, stream)
     assert len(silent.tick(12.0)) == 1

@@ -188,6 +188,20 @@ def test_a_cancel_rides_along(multiplexer: Multiplexer[Any]) -> None:
     assert (list(sent.cancel), len(sent.calls)) == ([second.id], 0)
 
 
+def test_what_was_sent_on_a_stream_before_is_not_cancelled_on_the_next(multiplexer: Multiplexer[Any]) -> None:
+    """There, the server does not have it."""
+    before, after = call("a"), call("b")
+    multiplexer.add(before, 0.0)
+    message(multiplexer, multiplexer.opened(0.0))
+    multiplexer.leave()
+    multiplexer.add(after, 0.0)
+    stream = multiplexer.opened(0.0)
+    assert multiplexer.cancel(before)
+    sent = message(multiplexer, stream)
+    assert sent is not None
+    assert ([c.id for c in sent.calls], list(sent.cancel)) == ([after.id], [])
+
+
 def test_deadlines_are_kept_whatever_the_stream_does(multiplexer: Multiplexer[Any]) -> None:
     short, long, never = call("short", timeout=1.0), call("long", timeout=5.0), call("never")
     for each in (long, short, never):

@@ -191,6 +191,32 @@ def test_nonsense(attend: Attend, answer: bytes) -> None:
     assert isinstance(result, ProtocolError)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_stream_with_nonsense_is_cancelled(kind: type[Client | AsyncClient]) -> None:
+    """The peer might go on with it for ever."""
+    cancelled = threading.Event()
+
+    def nonsense(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.add_callback(cancelled.set)
+        yield b"\xff\xff"
+        cancelled.wait(PATIENCE_S)
+
+    async def in_a_task(address: str) -> bool:
+        async with AsyncClient(address) as client:
+            with pytest.raises(ProtocolError):
+                await client.attend(array(1), array(1), array(1))
+            return await asyncio.to_thread(cancelled.wait, PATIENCE_S)
+
+    with peer(nonsense) as address:
+        if kind is AsyncClient:
+            assert asyncio.run(in_a_task(address))
+            return
+        with Client(address) as client:
+            with pytest.raises(ProtocolError):
+                client.attend(array(1), array(1), array(1))
+            assert cancelled.wait(PATIENCE_S)
+
+
 def test_nonsense_in_a_unary_answer(attend: Attend) -> None:
     with peer(good, lambda message, context: b"\xff\xff") as address:
         (result,) = attend(address, [array(1)], transport="unary")

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from multiplexed import DONE, POLICY, Alone, call, message, status
+from multiplexed import DONE, POLICY, Alone, call, message, replica_of, status
 
 from attnserve._requests.reply import Reply
 from attnserve._servers.replicas import Replica
@@ -110,6 +110,24 @@ def test_the_end_of_a_stream_that_was_left_says_nothing(multiplexer: Multiplexer
     asked = message(multiplexer, following)
     assert asked is not None
     assert len(asked.calls) == 1
+
+
+def test_a_server_that_failed_is_there_again_once_a_stream_opened_since_answers() -> None:
+    replica = replica_of("here")
+    multiplexer: Multiplexer[Any] = Alone(POLICY, replica)
+    calls = [call(name, timeout=60.0) for name in ("before", "after")]
+    multiplexer.add(calls[0], 0.0)
+    left = multiplexer.opened(0.0)
+    message(multiplexer, left)
+    replica.failed(10.0)
+    multiplexer.leave()
+    multiplexer.add(calls[1], 10.1)
+    stream = multiplexer.opened(10.1)
+    message(multiplexer, stream, 10.1)
+    multiplexer.resolve(left, [Reply(calls[0].id, DONE)], 10.2)
+    assert replica.rest(10.2), "the reply may have been on its way when the server failed"
+    multiplexer.resolve(stream, [Reply(calls[1].id, DONE)], 10.2)
+    assert not replica.rest(10.2)
 
 
 def test_answers_fill_the_retry_budget() -> None:

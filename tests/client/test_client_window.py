@@ -13,7 +13,7 @@ import pytest
 from askers import array
 from multiplexed import full, refusal, status
 from peers import peer, replies
-from windowed import Stream, stream
+from windowed import EAGER, Stream, stream
 
 from attnserve import Client, OverloadedError
 from attnserve._transports.window import FORGOTTEN_AFTER, Window
@@ -263,6 +263,31 @@ def test_what_is_held_goes_elsewhere_when_the_server_is_left(stream: Stream) -> 
     stream.multiplexer.asked_to_leave(stream.number, 0.2, others=True)
     assert [each.owner for each in stream.multiplexer.take_leaving()] == ["a", "b"]
     assert len(stream.multiplexer) == 6
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["calls", "streams"])
+def test_a_server_that_refuses_all_that_it_is_asked_is_given_up(whole: bool) -> None:
+    """If it has none of the calls, and as soon as it has been asked again as often as retries are allowed: otherwise
+    they might wait for ever.
+    """
+    stream, now, asked = Stream(), 0.0, 0
+    stream.add("first", "second")
+    while not stream.outcomes:
+        now = max(now, stream.multiplexer.wakeup) if asked else now
+        stream.tick(now)
+        if stream.multiplexer.wants_stream:
+            stream.number = stream.multiplexer.opened(now)
+        if sent := stream.sent(now):
+            asked += 1
+            if whole:
+                refused = stream.multiplexer.broken(stream.number, full("", 1.0, "TOO_MANY_STREAMS"), now)
+                assert not refused
+            else:
+                stream.replies(*sent, error=full("requests", 1.0), now=now)
+        assert now < 1000.0
+    assert asked == 1 + EAGER.retries
+    assert sorted(stream.outcomes) == ["first", "second"]
+    assert {type(error) for error in stream.outcomes.values()} == {OverloadedError}
 
 
 def test_closing_ends_what_is_held(stream: Stream) -> None:
