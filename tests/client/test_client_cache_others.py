@@ -196,3 +196,18 @@ def test_an_equal_length_on_the_first_try_is_no_success(client: Any, keeper: Kee
             operation(*part(5, 8))
         assert (caught.value.actual_length, caught.value.resent) == (3, False)
     assert (cache.length, keeper.methods()[1:]) == (0, ["Append", "Attend"])
+
+
+@pytest.mark.parametrize("method", ["Append", "Attend", "Apply", "Truncate"])
+def test_who_changes_an_opened_cache_expects_its_length_from_then_on(client: Any, keeper: Keeper, method: str) -> None:
+    """As the peer insists. Whoever only reads one takes it at whatever length it has."""
+    made = client.create_cache(*((1, D) if method == "Apply" else (H, D)))
+    _three_tokens(client, made, "Append" if method == "Truncate" else method)
+    cache = client.open_cache(made.name)
+    if method == "Truncate":
+        cache.truncate(2)
+    else:
+        _three_tokens(client, cache, method)
+    cache.attend(QUERY[:, : cache.num_kv_heads])
+    _, sent = keeper.asked[-1]
+    assert [reference.expected_length for reference in sent.caches] == [2 if method == "Truncate" else 6]

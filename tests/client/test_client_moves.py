@@ -54,6 +54,7 @@ def test_what_is_tried_again_is_tried_elsewhere(here: Multiplexer[str]) -> None:
     here.opened(0.0)
     assert here.tick(1.0, others=True) == []
     assert here.take_leaving() == [calls["free"]]
+    assert calls["free"].avoid == "here"
     assert here.take_leaving() == []
     assert b"pinned" in sent(here, 2)
     there: Multiplexer[str] = Alone(RetryPolicy(2), replica_of("there"))

@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,8 @@ from attnserve import (
     ServerError,
     UnavailableError,
 )
+from attnserve._fields import Buffer
+from attnserve._memory import joined
 from attnserve._requests.reply import Reply, decode_replies
 from attnserve.v1 import attention_pb2 as pb
 
@@ -262,6 +264,25 @@ def test_replies_that_cannot_be_read_for_a_reason_that_nobody_foresaw(
     assert "not now" in str(error)
     assert result.output[0, 0] == 2
     assert len(streams) == 2
+
+
+@pytest.mark.parametrize("module", ["threads", "tasks"])
+def test_messages_that_cannot_be_made_for_a_reason_that_nobody_foresaw(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is sent again or fails, and the next one gets another stream."""
+    failing = iter([True])
+
+    def join(pieces: Iterable[Buffer]) -> bytes:
+        if next(failing, False):
+            raise MemoryError("not now")
+        return joined(pieces)
+
+    monkeypatch.setattr(f"attnserve._transports.{module}.joined", join)
+    with peer(good) as address:
+        error, result = {"threads": twice_in_threads, "tasks": twice_in_tasks}[module](address)
+    assert error is None if module == "threads" else isinstance(error, ProtocolError)
+    assert result.output[0, 0] == 2
 
 
 @pytest.mark.parametrize("module", ["threads", "tasks"])

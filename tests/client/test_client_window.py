@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from askers import array
-from multiplexed import full, refusal, status
+from multiplexed import DONE, full, refusal, status
 from peers import peer, replies
 from windowed import EAGER, Stream, stream
 
@@ -176,6 +176,25 @@ def test_a_call_that_finds_the_server_idle_again_is_sent() -> None:
         stream.replies(name, now=now)
 
 
+def test_a_call_for_which_there_is_room_is_sent_however_short_its_time(stream: Stream) -> None:
+    """And however slow the server has said to be."""
+    stream.replies(0, 1, 2, now=0.1)
+    stream.add("hasty", now=0.1, timeout=0.2)
+    assert stream.sent(0.1) == ["hasty"]
+
+
+def test_a_server_that_answers_between_refusals_is_not_given_up() -> None:
+    stream, now = Stream(), 0.0
+    for number in range(2 * EAGER.retries):
+        stream.add(number, now=now)
+        for reply in (full("requests", 0.5), full("requests", 0.5), DONE):
+            while number not in stream.sent(now):
+                now = stream.multiplexer.wakeup
+                stream.tick(now)
+            stream.replies(number, error=reply, now=now)
+        assert stream.outcomes[number] is DONE
+
+
 def test_time_in_which_nothing_waits_says_nothing_of_the_server(stream: Stream) -> None:
     """Bursts of calls, each of which is worked off in no time."""
     stream.replies(*range(4), now=0.01)
@@ -203,6 +222,19 @@ def test_one_that_is_too_large_now_keeps_no_other_waiting(bound: str) -> None:
         stream.add(name, now=0.1)
         assert stream.sent(0.1) == [name]
         stream.replies(name, now=0.1)
+
+
+@pytest.mark.parametrize("bound", ["bytes", "flops"])
+def test_one_that_is_too_large_again_and_again_is_given_up(bound: str) -> None:
+    """It would cost the server as much each time, and nothing says that there will ever be room for it."""
+    stream, now = Stream(), 0.0
+    stream.add("large")
+    for _ in range(1 + EAGER.retries):
+        assert stream.sent(now) == ["large"]
+        stream.replies("large", error=full(bound, 0.1), now=now)
+        now = stream.multiplexer.wakeup
+        stream.tick(now)
+    assert isinstance(stream.outcomes["large"], OverloadedError)
 
 
 def test_many_that_are_given_up_while_they_wait_cost_little(stream: Stream) -> None:
