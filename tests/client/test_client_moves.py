@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NoReturn, cast
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -10,9 +11,10 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from multiplexed import DONE, Alone, replica_of
 
-from attnserve._errors import AttnServeError
+from attnserve._errors import AttnServeError, ClientClosedError
 from attnserve._requests.reply import Reply
 from attnserve._settings.retry import RetryPolicy
+from attnserve._transports.connection import others_of
 from attnserve._transports.in_flight import Call
 from attnserve._transports.multiplexer import LOOK_S, Multiplexer
 
@@ -185,3 +187,23 @@ def test_who_leaves_has_what_was_refused_wait(here: Multiplexer[str]) -> None:
     assert here.take_leaving() == [calls["refused"]]
     assert here.tick(5.0, others=True) == []
     assert here.take_leaving() == [calls["later"]]
+
+
+def test_a_call_that_cannot_be_moved_fails() -> None:
+    """Nothing else would ever end it."""
+
+    class Closed:
+        others = others_answer = excess = bool
+
+        def connection(self, avoid: str | None) -> NoReturn:
+            raise ClientClosedError
+
+    class Caller:
+        outcome: Any = None
+
+        def settle(self, outcome: Any) -> None:
+            self.outcome = outcome
+
+    servers: Any = Closed()
+    others_of(servers, cast(Any, None)).move(Call(caller := Caller(), 15, [b"call"], 4, 0.0, None))
+    assert isinstance(caller.outcome, ClientClosedError)
