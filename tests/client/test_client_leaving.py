@@ -16,7 +16,7 @@ from askers import Attend, Transport, array, attend, transport
 from calls import PATIENCE_S
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
-from peers import good, peer
+from peers import good, good_unary, peer
 
 from attnserve import AsyncClient, Client, ClientClosedError, RequestCancelledError, UnavailableError
 from attnserve._transports import tasks
@@ -182,10 +182,22 @@ def test_a_forgotten_client_leaves_no_threads() -> None:
             assert not thread.is_alive()
 
 
-def test_a_future_keeps_its_client() -> None:
-    with peer(good) as address:
-        future = Client(address).submit(array(1), array(1), array(1))
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_a_future_keeps_its_client(transport: Any) -> None:
+    collected = threading.Event()
+
+    def slow(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        assert collected.wait(PATIENCE_S)
+        yield from good(messages, context)
+
+    def slow_unary(message: bytes, context: grpc.ServicerContext) -> bytes:
+        assert collected.wait(PATIENCE_S)
+        return good_unary(message, context)
+
+    with peer(slow, slow_unary) as address:
+        future = Client(address, transport=transport).submit(array(1), array(1), array(1))
         gc.collect()
+        collected.set()
         assert future.result().output[0, 0] == 1
 
 
