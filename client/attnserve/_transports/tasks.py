@@ -172,7 +172,6 @@ class StreamTransport(BaseStream[StreamFuture]):
 
     def _withdraw(self, call: Call[StreamFuture]) -> None:
         self._multiplexer.cancel(call)
-        self._writable.set()
         self._advance()
 
     def _advance(self) -> None:
