@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from math import log2
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,10 @@ def test_who_has_which_certificate() -> None:
         ('[[tokens]]\nname = "a"\nroles = ["use"]', "tokens[0]: expected a table of hash, name, roles"),
         (f'[[tokens]]\nname = "a"\nroles = ["use"]\nhash = "{HASH}"\nextra = 1', "tokens[0]: expected a table"),
         (f'[[tokens]]\nname = ""\nroles = ["use"]\nhash = "{HASH}"', "tokens[0].name: expected 1 to 256 printable"),
+        (
+            f'[[tokens]]\nname = "{"n" * (MAX_NAME + 1)}"\nroles = ["use"]\nhash = "{HASH}"',
+            "tokens[0].name: expected 1 to 256 printable",
+        ),
         (f'[[tokens]]\nname = "a\\nb"\nroles = ["use"]\nhash = "{HASH}"', "tokens[0].name: expected"),
         (f'[[tokens]]\nname = 3\nroles = ["use"]\nhash = "{HASH}"', "tokens[0].name: expected"),
         (
@@ -94,8 +99,8 @@ def test_a_file_that_is_not_in_order(text: str, words: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "secret",
-    [tokens.new_token(), HASH[:-1], "md5:" + 64 * "a", "sha256:" + 64 * "g"],
-    ids=["the token itself", "a digit short", "another hash", "not a hash"],
+    [tokens.new_token(), HASH[:-1], 64 * "a", "md5:" + 64 * "a", "sha256:" + 64 * "g"],
+    ids=["the token itself", "a digit short", "digits of whatever hash", "another hash", "not a hash"],
 )
 def test_a_token_in_the_place_of_its_hash_is_not_shown(secret: str, tmp_path: Path) -> None:
     file = tmp_path / "callers.toml"
@@ -133,6 +138,7 @@ def test_the_command_makes_an_entry_and_a_secret(tmp_path: Path, capsys: pytest.
     assert main(["token", "ann", "--roles", "use,metrics", "--out", str(secret)]) == 0
     entries, errors = capsys.readouterr()
     token = secret.read_text().strip()
+    assert len(token.removeprefix(tokens.PREFIX)) * log2(64) >= 256, "it cannot be guessed"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert token not in entries + errors
     assert main(["token", "bob"]) == 0
@@ -161,6 +167,7 @@ def test_the_command_takes_the_longest_name(capsys: pytest.CaptureFixture[str]) 
         ["token", ""],
         ["token", "n" * (MAX_NAME + 1)],
         ["token", 'a"b'],
+        ["token", "a\\b"],
         ["token", "a\nb"],
         ["token", "a", "--roles", "root"],
     ],

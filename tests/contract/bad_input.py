@@ -279,6 +279,7 @@ def of_caches() -> Iterator[Case]:
         yield Case(method, "", "ttl.seconds", -(2**63))
         yield Case(method, "", "ttl.nanos", 10**9)
         yield Case(method, "", "ttl.nanos", -(2**31))
+        yield Case(method, "", "ttl", {"seconds": 60, "nanos": -1}, "ttl.nanos")
     for method, path in ((APPEND, "name"), ("CacheService/Get", "name"), (TRUNCATE, "truncations[0].name")):
         yield Case(method, "", path, "")
         yield Case(method, "", path, "nothing", "", NOT_FOUND, "NOT_FOUND")

@@ -58,6 +58,10 @@ class Path:
         found = self.path.answer_message(CALLER, message, perf_counter(), in_flight)
         return found if isinstance(found, Answered) else None
 
+    def answer_unary(self, request: pb.AttendRequest, timeout: float | None = None) -> Answered | None:
+        found = self.path.answer_request(CALLER, request.SerializeToString(), perf_counter(), timeout)
+        return found if isinstance(found, Answered) else None
+
     def comes(self, request: pb.AttendRequest) -> None:
         """Sends a request through the ordinary path, which may teach its layout."""
         message = request.SerializeToString()
@@ -144,38 +148,34 @@ async def test_it_has_the_bits_of_the_other_way_and_is_counted_like_it(device: C
 
 async def test_a_unary_request_is_answered_at_once(device: CpuDevice) -> None:
     path, request = Path(device), messages.random_attend(3)
-
-    def answer(timeout: float | None) -> Answered | None:
-        found = path.path.answer_request(CALLER, request.SerializeToString(), perf_counter(), timeout)
-        return found if isinstance(found, Answered) else None
-
     path.learn(request)
     for timeout in (None, 60.0):
-        answered = answer(timeout)
+        answered = path.answer_unary(request, timeout)
         assert answered is not None
         path.bench.engine.release(answered)
         calls.assert_answers(pb.AttendResponse.FromString(answered.message), request)
-    assert answer(1e-3) is None  # the deadline logic decides whether that is enough time
+    assert path.answer_unary(request, 1e-3) is None  # the deadline logic decides whether that is enough time
 
 
 async def test_nothing_is_answered_while_the_device_computes_or_something_waits(held: HeldDevice) -> None:
-    path, message = Path(held), message_of(messages.random_attend(1))
-    path.learn(messages.random_attend(1))
+    path, request = Path(held), messages.random_attend(1)
+    message = message_of(request)
+    path.learn(request)
     running = path.bench.submit(messages.random_attend(2, 256, heads=8, width=64))  # not on the event loop
-    assert path.answer(message) is None  # it waits
+    assert path.answer(message) is path.answer_unary(request) is None  # it waits
     held.may_run.clear()
     await held.until_entered()
-    assert path.answer(message) is None  # it runs
+    assert path.answer(message) is path.answer_unary(request) is None  # it runs
     held.may_run.set()
     await path.bench.outcome(running)
     assert len(path.replies(path.answer(message))) == 1
 
 
 async def test_nothing_is_answered_by_a_server_that_takes_nothing(device: CpuDevice) -> None:
-    path, message = Path(device), message_of(messages.random_attend(1))
-    path.learn(messages.random_attend(1))
+    path, request = Path(device), messages.random_attend(1)
+    path.learn(request)
     assert await path.bench.engine.drain(0.0)
-    assert path.answer(message) is None
+    assert path.answer(message_of(request)) is path.answer_unary(request) is None
 
 
 async def test_nothing_is_answered_where_everything_waits_for_others(device: CpuDevice) -> None:

@@ -147,6 +147,19 @@ async def test_a_stream_that_is_ended_meanwhile_answers_the_whole_message(no_pat
     assert await reading.bench.engine.drain(0)
 
 
+async def test_a_stream_that_is_ended_before_it_reads_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the server drains while a stream begins: it would stay, and be cut off in the end."""
+    reading = Reading()
+
+    async def end(_: object) -> None:
+        reading.stream.end()
+
+    monkeypatch.setattr(reading.context, "send_initial_metadata", end)
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.stream.serve()
+    assert not reading.events
+
+
 async def test_who_leaves_meanwhile_has_no_more_of_the_message_read(no_patience: None) -> None:
     reading = Reading(lambda number: serving.cancel() if number == 3 else None)
     serving = asyncio.create_task(reading.stream.serve())

@@ -20,6 +20,7 @@ from attnserve_server.errors import (
     Overloaded,
     RequestError,
     Starting,
+    error_for_caller,
 )
 from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unread, too_many_unsent
 
@@ -82,3 +83,14 @@ def test_a_fault_has_the_id_of_its_line_in_the_log_once_that_is_known() -> None:
     fault.request_id = "rpc-4f7d21-1/2"
     assert fault.details()[1:] == [RequestInfo(request_id="rpc-4f7d21-1/2")]
     assert Status.FromString(fault.encoded_status()) == fault.status()
+
+
+def test_a_bug_is_told_in_full_to_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its words may have paths in them, or what belongs to other callers."""
+    bug = OSError("no such file: /etc/attnserve/weights")
+    told = error_for_caller(bug)
+    assert isinstance(told, ComputationFailed)
+    assert "weights" not in str(told.status())
+    (line,) = caplog.records
+    assert line.exc_info is not None
+    assert (line.levelname, line.exc_info[1]) == ("ERROR", bug)
