@@ -155,6 +155,19 @@ def test_a_request_is_followed_from_its_caller_to_its_batch(
         assert collected.resources[0]["deployment.environment"] == "tests"
 
 
+def test_requests_that_come_again_and_again_are_followed_like_the_first(start_server: Callable[..., Server]) -> None:
+    """Elsewhere they would be answered at once, which leaves no traces."""
+    request, traces = messages.random_attend(1).SerializeToString(), range(2, 7)
+    with collector() as collected:
+        server = start_server("--tracing-endpoint", collected.endpoint, "--tracing-sample", "0")
+        with grpc.insecure_channel(server.address) as channel:
+            for trace in traces:
+                calls.unary(channel, "Attend", request, metadata=(("traceparent", header(trace)),))
+        batches = collected.spans(named("batch"), len(traces))
+        for trace in traces:
+            assert_whole(collected.spans(of_trace(trace), 1 + len(PHASES)), batches)
+
+
 def test_calls_that_do_not_pass_the_queue_are_recorded_too(
     start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
