@@ -13,6 +13,7 @@ from pathlib import Path
 import calls
 import grpc
 import messages
+import numpy as np
 import pytest
 import soon_pinging
 from conftest import POOL, Server
@@ -20,6 +21,7 @@ from dam import Dam
 from occupied import Occupied
 
 from attnserve.v1 import attention_pb2 as pb
+from attnserve_server.native import library
 
 QUEUED = 6
 """Number of calls that wait while the device is busy."""
@@ -170,6 +172,29 @@ def test_unary_replies_that_do_not_arrive_count_until_they_do(start_server: Call
         codes = [each.code() for each in replies]
         assert codes.count(grpc.StatusCode.OK) >= held
         assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        calls.until_nothing_is_in_flight(server.http_address)
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernel is here")
+def test_so_do_those_that_are_answered_at_once(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    request = messages.attend(
+        np.ones((1, 1, 200, 1), "f4"), np.ones((1, 1, 1, 1), "f4"), np.ones((1, 1, 1, 1000), "f4")
+    )
+    metric = partial(calls.metric, server.http_address)
+    with Dam(server.address) as dam, grpc.insecure_channel(dam.address, OPTIONS) as slow:
+        grpc.channel_ready_future(slow).result(calls.PATIENCE_S)
+        with grpc.insecure_channel(server.address, OPTIONS) as other:
+            for _ in range(3):  # from then on the server knows such requests
+                calls.unary(other, "Attend", request.SerializeToString())
+        dam.shut()
+        replies = [calls.unary_future(slow, "Attend", request.SerializeToString()) for _ in range(20)]
+        answered = partial(metric, "attnserve_requests_total", operation="attend", code="OK")
+        calls.until(lambda: answered() == 3 + len(replies), "all are answered")
+        assert metric("attnserve_in_flight_requests") >= len(replies) / 2, "little of them has arrived"
+        dam.open()
+        read = [pb.AttendResponse.FromString(reply.result()) for reply in replies]
+        assert any(reply.timings.queue_ns == 0 for reply in read), "none was answered at once"
         calls.until_nothing_is_in_flight(server.http_address)
 
 
