@@ -22,7 +22,7 @@ from attnserve_server.errors import (
     Starting,
     error_for_caller,
 )
-from attnserve_server.no_room import full, share_exceeded, too_many_streams, too_many_unread, too_many_unsent
+from attnserve_server.no_room import NoRoom, full, share_exceeded, too_many_streams, too_many_unread, too_many_unsent
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,24 @@ def test_what_travels_is_the_status_however_often_it_is_told(make: Callable[[], 
     for _ in range(2):
         error = make()
         assert Status.FromString(error.encoded_status()) == error.status()
+
+
+@pytest.mark.parametrize(
+    ("why", "reason", "bound", "rejection"),
+    [
+        (full("bytes", 16, 0.25), "OVERLOADED", "bytes", "bytes"),
+        (share_exceeded("bytes", 16, 0.25), "SHARE_EXCEEDED", "bytes", "share"),
+        (too_many_streams(3), "TOO_MANY_STREAMS", "caller_streams", "caller_streams"),
+        (too_many_unsent(3), "TOO_MANY_UNSENT", "unsent_messages", "unsent_messages"),
+        (too_many_unread(3), "TOO_MANY_UNREAD", "unread_replies", "unread_replies"),
+    ],
+)
+def test_programs_and_metrics_can_tell_what_there_is_no_room_for(
+    why: NoRoom, reason: str, bound: str, rejection: str
+) -> None:
+    error = Overloaded(why)
+    info = next(detail for detail in error.details() if isinstance(detail, ErrorInfo))
+    assert (info.reason, info.metadata["bound"], error.rejection) == (reason, bound, rejection)
 
 
 @pytest.mark.parametrize("error", [Starting(), Draining(), DeviceFailed(), CallerChanged()], ids=type)
