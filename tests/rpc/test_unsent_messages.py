@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,28 @@ def test_a_message_may_take_so_long(start_server: Callable[..., Server]) -> None
         calls.assert_answers(pb.AttendResponse.FromString(reply), request)
     assert server.stop() == 0
     assert "Traceback" not in server.stderr()
+
+
+def test_the_time_that_a_message_takes_is_no_part_of_its_calls(start_server: Callable[..., Server]) -> None:
+    """The metrics tell of what comes after it."""
+    server = start_server()
+    come, sent, request = threading.Event(), list[float](), messages.random_attend(0)
+
+    def late() -> Iterator[bytes]:
+        come.wait()
+        sent.append(time.perf_counter())
+        yield request.SerializeToString()
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = begin(channel, METHODS[0], late())
+        # Calls of one connection begin in their order: once a later one is answered, this one has begun.
+        calls.unary(channel, "ServerInfo", b"")
+        come.wait(0.5)
+        come.set()
+        calls.assert_answers(pb.AttendResponse.FromString(call.result()), request)
+        waited = time.perf_counter() - sent[0]
+    name = "attnserve_request_duration_seconds_sum"
+    assert 0 < calls.metric(server.http_address, name, operation="attend") <= waited
 
 
 def test_those_of_strangers_come_soon_or_not_at_all(start_server: Callable[..., Server]) -> None:
