@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,11 @@ def test_a_stream_whose_token_becomes_another_callers_ends(start_server: Callabl
     given, kept, file = new_token(), new_token(), tmp_path / "callers.toml"
 
     def is_of(owner: str) -> None:
-        entries = ((owner, given), ("cat", kept))
+        entries = ((owner, given, '"use"'), ("cat", kept, '"use", "metrics"'))
         file.write_text(
             "".join(
-                f'[[tokens]]\nname = "{name}"\nroles = ["use"]\nhash = "{format_hash(digest(token))}"\n'
-                for name, token in entries
+                f'[[tokens]]\nname = "{name}"\nroles = [{roles}]\nhash = "{format_hash(digest(token))}"\n'
+                for name, token, roles in entries
             )
         )
 
@@ -55,3 +56,10 @@ def test_a_stream_whose_token_becomes_another_callers_ends(start_server: Callabl
         stays.send(calls.call(3, request))
         stays.half_close()
         assert [reply.error.code for reply in stays.rest()] == [0]
+    scrape = urllib.request.Request(
+        f"http://{server.http_address}/metrics", headers={"Authorization": f"Bearer {kept}"}
+    )
+    with urllib.request.urlopen(scrape, timeout=calls.PATIENCE_S) as answer:
+        page = answer.read().decode()
+    labels = {"operation": "attend_stream", "code": "UNAVAILABLE"}
+    assert calls.value(page, "attnserve_requests_total", **labels) == 0, "it fails no call"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 from calls import until
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from loopback import loopback
 
 from attnserve import TLS, AsyncClient, Client, NotFoundError, PermissionDeniedError, UnavailableError
@@ -361,3 +364,23 @@ def test_files_that_are_not_in_order_keep_the_server_from_starting(
             ServerTls(certificate, key, client_ca)
         assert str(caught.value).startswith(words)
         assert "None" not in str(caught.value)
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
+    """A server that waits for an answer would neither start nor say why. Here the right one would be read."""
+    files = certificates.Authority(tmp_path).issue_for_server()
+    key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+    encrypted = serialization.BestAvailableEncryption(b"password")
+    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    files.key.write_bytes(key.private_bytes(*pem, encrypted))
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--listen", "127.0.0.1:0")
+    ended = subprocess.run(
+        [sys.executable, "-m", "attnserve_server", "--http-listen", "127.0.0.1:0", "--device", "cpu", *flags],
+        input="password\n",
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        start_new_session=True,  # without a terminal the question would be put to standard input
+    )
+    assert ended.returncode == TlsError.exit_status, ended.stderr
+    assert "not a certificate and its key, both PEM and not encrypted" in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -225,6 +226,22 @@ async def test_a_connection_has_so_many_watches_and_all_together_have(
         first[0].cancel()
         await check(stub, "")  # by now, the server has seen the cancellation
         assert await read(*watches(other, 1)) == NOT_SERVING
+
+
+async def test_of_connections_to_a_unix_socket_all_together_have_so_many(health: Health, tmp_path: Path) -> None:
+    """They look alike: one caller must not keep others from watching."""
+    server = grpc.aio.server()
+    HealthService(health, rpcs_of(new_metrics()), OpenRpcs(OF_ONE, OF_ALL), due_messages()).register(server)
+    server.add_insecure_port(address := f"unix:{tmp_path / 'socket'}")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        first = watches(stub, OF_ALL)
+        assert {await read(watch) for watch in first} == {NOT_SERVING}
+        assert (
+            await refused(*watches(stub, 1)) == f"all callers together have as many streams as they may have: {OF_ALL}"
+        )
+    await server.stop(None)
 
 
 async def test_a_watch_keeps_no_long_name(stub: Any) -> None:

@@ -331,6 +331,17 @@ def test_replies_on_one_connection_take_turns(clock: Clock) -> None:
     assert len(late.at) == 1001
 
 
+def test_what_is_sent_after_a_pause_may_be_late_too(clock: Clock) -> None:
+    sent, late = replies(), Late(clock)
+    sent.end(sent.begin("ipv4:192.0.2.1:1", 100, late.named("in time")))
+    clock.until(500)
+    assert not clock.timers, "nothing is left to look at"
+    sent.begin("ipv4:192.0.2.1:1", 100, late.named("late"))
+    clock.until(1000)
+    assert 400 + 30 <= late.at["late"] <= 400 + 34
+    assert len(late.at) == 1
+
+
 def test_what_is_sent_is_not_late_and_is_looked_at_rarely(clock: Clock) -> None:
     sent, late = replies(), Late(clock)
     looks = 0
