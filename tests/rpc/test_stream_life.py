@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,12 +12,17 @@ import calls
 import grpc
 import messages
 import numpy as np
+import pytest
+from grpc import aio
 
 from attnserve import Client
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import caches_pb2, tensor_pb2
+from attnserve_server.rpc.stream import CallStream
 from attnserve_server.rpc.stream_life import StreamLife
-from attnserve_server.settings.config import MOST_CONNECTION_AGE
+from attnserve_server.server import Server as InProcess
+from attnserve_server.server import configured_device
+from attnserve_server.settings.config import MOST_CONNECTION_AGE, Config
 
 if TYPE_CHECKING:
     from tests.conftest import Server
@@ -80,6 +88,39 @@ def test_the_sdk_goes_from_stream_to_stream_and_sends_nothing_twice(start_server
         while streams._last_stream < 4:
             for future in [client.submit(query, query, query) for _ in range(8)]:
                 assert future.result(timeout=calls.PATIENCE_S).output.shape == query.shape
+
+
+def kept() -> int:
+    """How many streams there are in memory."""
+    gc.collect()
+    return sum(isinstance(each, CallStream) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("age", [0.1, 3600.0])
+async def test_nothing_is_kept_of_a_stream_that_has_ended(age: float) -> None:
+    """Whether or not it had been asked to leave, however long it could have stayed."""
+    where = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"}
+    config = Config(**where, device="cpu", cache_bytes=1 << 20, max_connection_age=age, drain_grace=3600.0)
+    server = InProcess(config, configured_device)
+    address, _ = await server.start()
+    try:
+        async with aio.insecure_channel(address) as channel:
+            stream = channel.stream_stream("/attnserve.v1.AttentionService/AttendStream")(timeout=calls.PATIENCE_S)
+            await stream.write(pb.AttendStreamRequest(calls=[calls.call(1, None)]).SerializeToString())
+            response = pb.AttendStreamResponse.FromString(await stream.read())
+            assert kept() == 1
+            while age < 1 and not response.closing:
+                response = pb.AttendStreamResponse.FromString(await stream.read())
+            await stream.done_writing()
+            while await stream.read() is not aio.EOF:
+                pass
+            deadline = time.monotonic() + calls.PATIENCE_S
+            while kept():
+                assert time.monotonic() < deadline, "it is still there"
+                await asyncio.sleep(0.02)
+    finally:
+        await server.drain()
+        await server.stop()
 
 
 def test_grpc_cuts_no_stream_off_before_it_has_left() -> None:
