@@ -133,6 +133,19 @@ def test_a_message_may_take_so_long(start_server: Callable[..., Server]) -> None
     assert "Traceback" not in server.stderr()
 
 
+def test_a_message_may_take_for_ever_if_a_reply_may(start_server: Callable[..., Server]) -> None:
+    """However short it must be."""
+    server = start_server("--max-unread-time", "0", "--max-message-bytes", "64KiB")
+    come, request = threading.Event(), messages.random_attend(0)
+
+    def late() -> Iterator[bytes]:
+        come.wait(1.0)
+        yield request.SerializeToString()
+
+    with grpc.insecure_channel(server.address) as channel:
+        calls.assert_answers(pb.AttendResponse.FromString(begin(channel, METHODS[0], late()).result()), request)
+
+
 def test_the_time_that_a_message_takes_is_no_part_of_its_calls(start_server: Callable[..., Server]) -> None:
     """The metrics tell of what comes after it."""
     server = start_server()
