@@ -230,8 +230,12 @@ def test_a_cache_is_there_for_its_owner_alone(guarded: Guarded) -> None:
         assert [each.name for each in bob.caches.list()] == [others.name]
         assert [each.name for each in ann.caches.list()] == [cache.name]
         assert ann.caches.get(cache.name).lengths == (3,)
+        with cache.fork() as fork:
+            fork.truncate(1)
+            assert ann.caches.get(fork.name).lengths == (1,)
         cache.delete()
         others.delete()
+        assert not ann.caches.list()
 
 
 def http(guarded: Guarded, path: str, authorization: str | None) -> tuple[int, str | None, str]:
