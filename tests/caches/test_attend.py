@@ -169,13 +169,16 @@ class Counting:
 @pytest.mark.parametrize("group", [1, 2])
 @EVERY_STORAGE
 def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int, storage: str) -> None:
-    """For forks with shared parts of different lengths, other queries in between, and some queries with a mask."""
+    """For forks with shared parts of different lengths, and others in between, with options of their own."""
     plan = plan_of({"causal": "bottom_right", "group": group})
     trunk, branch = [*range(50, 66)], [*range(50, 58), *range(100, 108)]
-    lengths = [1, 3, 1, 2, 1, 1]
-    cases = [stored(replace(plan, query_length=length).case(length), storage) for length in lengths]
-    cases[3] = stored(replace(plan, query_length=2, mask_shape=(61,)).case(3), storage)
-    cases[4] = stored(replace(plan, query_length=1, scale=0.5, softcap=2.0).case(4), storage)
+    options: list[dict[str, Any]] = [{}, {}, {}, {"mask_shape": (61,)}, {"scale": 0.5, "softcap": 2.0}, {"scale": 0.5}]
+    options += [{}, *[{"alibi": True}, {"bias_shape": (61,)}] * 2]
+    lengths = [1, 3, 1, 2, 1, 1, 1, 1, 1, 2, 2]
+    cases = [
+        stored(replace(plan, query_length=length, **own).case(n), storage)
+        for n, (length, own) in enumerate(zip(lengths, options, strict=True))
+    ]
     for case in cases:
         case.key[:], case.value[:] = cases[0].key, cases[0].value
     other = stored(plan.case(9), storage)
@@ -184,13 +187,13 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
     pool = pool_for(shape, 4)
     fill(pool, shape, trunk, cases[0], (1000,))
     fill(pool, shape, branch, cases[2], (1000,))
-    pages = [trunk, trunk, branch, trunk, trunk, trunk]
+    pages = [branch if case is cases[2] else trunk for case in cases]
     queries = [query_of(case, storage, own, return_lse=True) for case, own in zip(cases, pages, strict=True)]
     counting = Counting(device)
     for case, result in zip(cases, attend_tensors(queries, pool, counting, fold=True), strict=True):
         accuracy.check(case, arrays(result))
-    # Four have neither mask nor softcap, and the pages that all four share hold 32 tokens.
-    assert counting.keys == 6 * 61 - 3 * 32
+    # Four have no options of their own, and the pages that all four share hold 32 tokens.
+    assert counting.keys == 11 * 61 - 3 * 32
 
 
 @EVERY_DTYPE
