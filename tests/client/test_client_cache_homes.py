@@ -215,6 +215,26 @@ async def test_caches_of_one_call_are_on_one_server(start_server: Callable[..., 
         client.attend(*tensors, caches=together)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_a_cache_that_was_made_behind_a_balancer_is_asked_for_at_its_own_server(kind: Any) -> None:
+    """Whose address the server itself says; the balancer might lead to another."""
+    keeper = Keeper()
+    query, key, value = arrays()
+
+    def done(result: Any) -> Any:
+        return result if isinstance(client, AsyncClient) else asyncio.sleep(0, result)
+
+    with keeper.serve() as server, ExitStack() as balanced:
+        client = kind(balanced.enter_context(keeper.serve()), retries=0)
+        keeper.after["Create"] = lambda reply, context: setattr(reply.cache, "address", server)
+        cache = await done(client.create_cache(2, 8))
+        assert cache.address == server
+        balanced.close()
+        assert await done(cache.append(key, value)) == key.shape[1]
+        assert (await done(cache.attend(query[None]))).output.shape == (1, *query.shape)
+        await done(client.close())
+
+
 async def test_a_server_that_is_out_of_reach_hides_no_cache_of_another(server: Server, nobody: str) -> None:
     """In no order of asking them; and a cache that is not found may be on the server that does not answer."""
     with Client(server.address) as alone, Client([nobody, server.address], retries=0) as client:
