@@ -179,6 +179,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three-heads": {"key_heads": 3, "causal": "bottom_right"},
     "widths": {"value_dim": 24},
     "window": {"causal": "bottom_right", "window": (21, -1)},
+    "window-bias": {"causal": "bottom_right", "window": (30, -1), "bias_shape": (4, 1, 61)},
     "wide-window": {"window": (9, 8), "query_offset": 30},
     "mask": {"mask_shape": (1, 4, 1, 61)},
     "bias": {"bias_shape": (61,), "causal": "bottom_right"},

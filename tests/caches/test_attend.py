@@ -26,6 +26,7 @@ from attending import (
     bounds,
     device,
     fill,
+    filled,
     plan_of,
     pool_for,
     query_of,
@@ -194,6 +195,22 @@ def test_folded_queries_see_what_they_would_alone(device: CpuDevice, group: int,
         accuracy.check(case, arrays(result))
     # Four have no options of their own, and the pages that all four share hold 32 tokens.
     assert counting.keys == 11 * 61 - 3 * 32
+
+
+@EVERY_OPTION
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_every_option_page_by_page(device: CpuDevice, scattered: bool, length: int, options: dict[str, Any]) -> None:
+    """As on any device but a CPU; also where a mask or a bias leaves a head nothing to attend to."""
+    case = stored(plan_of(options, query_length=length).case(length), "bfloat16")
+    for name, nothing in (("mask", False), ("bias", -np.inf)):
+        if name in case.options and case.options[name].ndim > 2:
+            case.options[name][..., 1, :, :] = nothing
+    pool, pages = filled(case, "bfloat16", Way(per_page=8, scattered=scattered))
+    for return_lse in (False, True):
+        query = query_of(case, "bfloat16", pages, return_lse=return_lse)
+        (result,) = attend_tensors([query], pool, device, fold=True)
+        accuracy.check(case, arrays(result))
 
 
 @EVERY_DTYPE

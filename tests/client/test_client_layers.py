@@ -216,7 +216,7 @@ def test_names_are_strings(ask: Ask, address: str, shelf: Shelf, method: str, ar
 )
 def test_refusals(ask: Ask, address: str, shelf: Shelf, code: grpc.StatusCode, error: type[Exception]) -> None:
     shelf.refusal = code
-    with pytest.raises(error, match="^because$"):  # of a single server, none needs to be told which
+    with pytest.raises(error, match=r"^because$"):  # of a single server, none needs to be told which
         ask(address, "load", "layers.toml")
 
 
