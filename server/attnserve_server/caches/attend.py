@@ -182,7 +182,7 @@ def _common(sequences: Sequence[Sequence[int]]) -> int:
     """The length of the longest common prefix of sequences: that of the least and the greatest of them."""
     least, greatest = min(map(list, sequences)), max(map(list, sequences))
     differing = (place for place, (one, other) in enumerate(zip(least, greatest, strict=False)) if one != other)
-    return next(differing, min(len(least), len(greatest)))
+    return next(differing, len(least))  # where none differs, the least is the shorter
 
 
 def _shared_jobs(shared: _Shared, wave: _Wave, pool: PagePool) -> list[Job]:

@@ -277,8 +277,9 @@ class QueryAttention:
         if query.return_scores is not None:
             parts = [part for part, _ in self.scores]
             if query.return_scores == "weights":
-                # What is excluded stays 0 also where a row attends to a NaN, and has no share.
-                parts = [(part * _share(own, lse).unsqueeze(-1)).masked_fill(part == 0, 0) for part, own in self.scores]
+                # What is excluded stays 0 also where a row attends to a NaN, or to nothing, and has no share.
+                shares = [torch.exp(own - lse).unsqueeze(-1) for _, own in self.scores]
+                parts = [(part * share).masked_fill(part == 0, 0) for part, share in zip(parts, shares, strict=True)]
             scores = widened(torch.cat(parts, 3), query.length, query.return_scores).to(query.query.dtype)
         lse = lse if query.query.dtype == torch.float64 else lse.float()
         return AttentionResult(output.to(query.query.dtype), lse if query.return_lse else None, scores, self.kernel)
@@ -318,11 +319,6 @@ def has_few_queries(query: CacheQuery, per_page: int) -> bool:
     shape = query.shape
     page = shape.num_kv_heads * per_page * (shape.head_dim + shape.value_dim)
     return 0 < length <= FEW_QUERIES and heads * length * shape.value_dim <= page
-
-
-def _share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The share that one part has of all weights, from their lse; 0 where there are none."""
-    return torch.exp(own - total).masked_fill(total == -torch.inf, 0)
 
 
 def _pages(parameter: torch.Tensor | None, first: int, count: int, per_page: int) -> torch.Tensor | None:
