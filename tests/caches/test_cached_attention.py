@@ -89,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"causal": "bottom_right", "window": (9, 0)},
     "mask": {"mask_shape": (3, 1, 5, 61)},
     "bias": {"bias_shape": (61,), "causal": "bottom_right"},
+    "biases": {"bias_shape": (3, 1, 5, 61)},
     "alibi": {"alibi": True, "causal": "bottom_right"},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
