@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import socket
 import ssl
@@ -277,6 +278,35 @@ def test_no_thread_looks_for_the_servers_of_a_closed_client() -> None:
         client.attend(*arrays(), timeout=0.5)
     assert looking()
     client.close()
+    calls.until(lambda: not looking(), "the thread ends")
+
+
+def test_whatever_a_later_look_up_raises_it_is_repeated(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """And until one succeeds, the servers that are known stay in use."""
+    looks = itertools.count()
+    again = threading.Event()
+
+    def function() -> list[str]:
+        look = next(looks)
+        if look == 1:
+            raise RuntimeError("for once")
+        if look > 1:
+            again.set()
+        return [server.address]
+
+    with Client(function, refresh=0.01) as client:
+        for _ in range(2):
+            client.attend(*arrays())
+            assert again.wait(calls.PATIENCE_S)
+    assert "the servers could not be looked up: RuntimeError('for once')" in caplog.text
+
+
+def test_no_thread_looks_for_the_servers_that_a_closed_client_has_known(server: Server) -> None:
+    """However long it would have been until the next look-up."""
+    calls.until(lambda: not looking(), "earlier threads end")
+    with Client(lambda: [server.address], refresh=1e6) as client:
+        client.attend(*arrays())
+        assert looking()
     calls.until(lambda: not looking(), "the thread ends")
 
 
