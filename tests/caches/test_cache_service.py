@@ -84,6 +84,18 @@ def test_a_length_that_nobody_expected_changes_nothing(caller: Caller) -> None:
     assert failure(caught.value)[1].metadata["length"] == "8"
 
 
+def test_a_cache_is_as_long_as_its_longest_layer(caller: Caller) -> None:
+    """That is the length that a truncation expects; an append expects, and is told, that of its own layer."""
+    name = caller.create(layers=2)
+    assert caller.append(name, *tokens(0, 4), layer=0) == 4
+    assert caller.append(name, *tokens(0, 2), layer=1, expected_length=0) == 2
+    for expected in (2, 5):
+        with pytest.raises(grpc.RpcError) as caught:
+            caller.truncate(name, 3, expected_length=expected)
+        assert failure(caught.value)[1].metadata["length"] == "4"
+    assert list(caller.truncate(name, 3, expected_length=4).lengths) == [3, 2]
+
+
 def test_what_is_not_there_is_not_found(caller: Caller) -> None:
     case = Plan(batch=1, query_length=1, key_length=4).case(0)
     (name,) = fill(caller, case, "float32", [4], [4])
