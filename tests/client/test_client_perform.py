@@ -71,7 +71,7 @@ def test_each_step_is_sent_what_the_one_before_was_answered(cache: CacheState) -
 
 
 def test_who_changes_a_cache_or_looks_at_its_lengths_has_it_alone(cache: CacheState) -> None:
-    alone = [plans.truncate(cache, 0, None), plans.delete(cache, None), plans.refresh(cache, None)]
+    alone = [plans.truncate(cache, 0, None), plans.delete([cache], None), plans.refresh(cache, None)]
     assert [each.alone for each in alone] == [True] * 3
     assert not plans.fork([cache], GET, None).alone
 
