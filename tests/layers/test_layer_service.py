@@ -148,6 +148,23 @@ def test_a_name_that_nothing_has(changing: tuple[Server, Client]) -> None:
     assert client.layers.list() == before
 
 
+def test_the_work_of_each_layer_is_counted(changing: tuple[Server, Client]) -> None:
+    server, client = changing
+    counted = ("requests", "tokens", "flops")
+
+    def work() -> dict[str, dict[str, float]]:
+        return {name: metrics(server, f"attnserve_layer_{name}_total") for name in counted}
+
+    before = work()
+    for _ in range(3):
+        client.apply("two", X)
+    done = {name: each["two"] - before[name].get("two", 0.0) for name, each in work().items()}
+    assert (done["requests"], done["tokens"]) == (3, 3 * len(X))
+    # Each row is projected, and its score with each row is a product.
+    assert done["flops"] >= 3 * 2 * (X.size * X.shape[-1] + len(X) * X.size)
+    assert work()["requests"].get("one") == before["requests"].get("one")
+
+
 def test_unloading_and_loading_again(changing: tuple[Server, Client]) -> None:
     server, client = changing
     one, two = client.layers.list()
