@@ -273,9 +273,9 @@ class Caches:
         - A cache of this client is deleted on its server, after all earlier operations on it.
         - A cache's name is sent to every server, and deleted at once. Names of no cache are ignored.
 
-        Many are sent in portions of 500, each with the `timeout`. Every server is asked, whatever others answer. If a
-        portion fails at a server, its further ones are not sent there, and once all other servers have been asked, the
-        error is raised: of several, the first that says that one is out of reach, or else the last.
+        Many are sent in portions of 500, each with the `timeout`. No server is left out because of what others answer.
+        If a portion fails at a server, its further ones are not sent there, and once all other servers have been asked,
+        the error is raised: of several, the first that says that one is out of reach, or else the last.
         """
         delete(self._calls, caches, timeout)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from attnserve._caching import plans
 from attnserve._caching.finding import in_vain
+from attnserve._caching.groups import of_at_most
 from attnserve._caching.plans import Plan
 from attnserve._caching.state import CacheState, Handle
 from attnserve._caching.turns import Turns
@@ -28,8 +29,6 @@ _PORTION: Final = 500
 many are 13 KB.
 """
 
-T = TypeVar("T")
-
 HandlesOrNames: TypeAlias = Handle | str | Iterable[Handle | str]
 """One cache, as the caller has it or by name, or several."""
 
@@ -43,7 +42,7 @@ def delete(calls: thread_calls.Calls, caches: HandlesOrNames, timeout: Timeout) 
         with _noting(failures):
             for plan in server:
                 calls.perform(plan)
-    requests = [cache_requests.delete(some) for some in _portions(names)]
+    requests = [cache_requests.delete(some) for some in of_at_most(_PORTION, names)]
     for home in calls.servers.homes(seconds) if requests else ():
         with _noting(failures):
             for rpc in requests:
@@ -61,7 +60,7 @@ async def delete_soon(calls: task_calls.Calls, caches: HandlesOrNames, timeout: 
         with _noting(failures):
             for plan in server:
                 await calls.carry_out(plan)
-    requests = [cache_requests.delete(some) for some in _portions(names)]
+    requests = [cache_requests.delete(some) for some in of_at_most(_PORTION, names)]
     for home in await calls.servers.homes_soon(seconds) if requests else ():
         with _noting(failures):
             for rpc in requests:
@@ -100,8 +99,4 @@ def _by_server(states: Sequence[CacheState], timeout: float | None) -> Iterator[
     """For each server, the deletions of what it has."""
     for home in dict.fromkeys(state.home for state in states):
         there = [state for state in states if state.home == home]
-        yield (plans.delete(some, timeout) for some in _portions(there))
-
-
-def _portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (items[first : first + _PORTION] for first in range(0, len(items), _PORTION))
+        yield (plans.delete(some, timeout) for some in of_at_most(_PORTION, there))

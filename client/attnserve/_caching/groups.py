@@ -31,8 +31,12 @@ def cache_at(index: int, is_length: bool) -> str:
 
 def portions(items: Sequence[T], layers: int) -> Iterator[Sequence[T]]:
     """Items that each stand for a cache of so many layers, as many at a time as a server takes in one request."""
-    each = max(1, min(AT_ONCE, LAYERS_AT_ONCE // layers))
-    return (items[first : first + each] for first in range(0, len(items), each))
+    return of_at_most(max(1, min(AT_ONCE, LAYERS_AT_ONCE // layers)), items)
+
+
+def of_at_most(count: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Items in portions of so many, the last of which may be smaller."""
+    return (items[first : first + count] for first in range(0, len(items), count))
 
 
 def at_once(states: Sequence[CacheState]) -> Sequence[CacheState]:
