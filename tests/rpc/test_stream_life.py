@@ -91,9 +91,9 @@ def test_the_sdk_goes_from_stream_to_stream_and_sends_nothing_twice(start_server
 
 
 def kept() -> int:
-    """How many streams there are in memory."""
+    """How many streams there are in memory. Only types are looked at: some objects in memory warn of any other look."""
     gc.collect()
-    return sum(isinstance(each, CallStream) for each in gc.get_objects())
+    return sum(issubclass(type(each), CallStream) for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("age", [0.1, 3600.0])
