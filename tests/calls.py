@@ -22,7 +22,7 @@ from attnserve.v1 import attention_pb2 as pb
 PATIENCE_S = 60.0
 ANY_LENGTH = (("grpc.max_receive_message_length", -1),)
 """Channel options that allow it to read `large_reply`."""
-_SERVICE = "/attnserve.v1.AttentionService/"
+SERVICE = "/attnserve.v1.AttentionService/"
 
 M = TypeVar("M", bound=Message)
 
@@ -35,7 +35,7 @@ class Stream:
 
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        method: Any = channel.stream_stream(_SERVICE + "AttendStream")
+        method: Any = channel.stream_stream(SERVICE + "AttendStream")
         self._call = method(iter(self._messages.get, None), timeout=PATIENCE_S, metadata=metadata)
         self._replies = self._read()
 
@@ -94,7 +94,7 @@ def unary(channel: grpc.Channel, method: str, message: bytes, **options: Any) ->
 
 def unary_future(channel: grpc.Channel, method: str, message: bytes, **options: Any) -> Any:
     """The future of the reply to a unary call."""
-    callable_: Any = channel.unary_unary(_SERVICE + method)
+    callable_: Any = channel.unary_unary(SERVICE + method)
     return callable_.future(message, **{"timeout": PATIENCE_S, **options})
 
 

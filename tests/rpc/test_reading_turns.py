@@ -1,15 +1,17 @@
-"""Turns at reading messages: how much a caller reads before the loop turns, and in which order its streams do."""
+"""Turns at reading messages: how much is read before the loop turns, how often it does, and who is next."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from weakref import ref
 
 import pytest
 
-from attnserve_server.rpc.reading_turns import CALLED, MAX_TURN_SECONDS, ReadingTurn, ReadingTurns
+from attnserve_server.rpc import reading_turns
+from attnserve_server.rpc.reading_turns import BUSY_SECONDS, CALLED, MAX_TURN_SECONDS, TURNS, ReadingTurn, ReadingTurns
 
 LONG, SHORT = 1.1 * MAX_TURN_SECONDS, 0.4 * MAX_TURN_SECONDS
 PATIENCE_S = 30.0
@@ -19,20 +21,32 @@ class Share:
     """What a caller is known by."""
 
 
+class Clock:
+    """A clock that tests set: by it, turns of the loop take no time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Streams:
-    """Streams of one caller, and what they have read: "/" where the loop has turned."""
+    """Streams of one caller, or of several, and what they have read: "/" where the loop has turned."""
 
     def __init__(self) -> None:
-        self.turn = ReadingTurn()
+        self.clock = Clock()
+        self.turns = ReadingTurns(self.clock)
+        self.turn = ReadingTurn(self.turns)
         self.read = ""
 
-    async def message(self, name: str, seconds: float) -> None:
-        """A stream reads a message, which takes so long."""
-        if not self.turn.is_free:
-            await self.turn.wait()
-        self.turn.begin()
+    async def message(self, name: str, seconds: float, turn: ReadingTurn | None = None) -> None:
+        """A stream, of another caller if `turn` is its own, reads a message, which takes so long."""
+        turn = turn or self.turn
+        if not turn.is_free:
+            await turn.wait()
+        turn.begin()
         self.read += name
-        self.turn.end(0.0, seconds)
+        turn.end(seconds)
 
     @asynccontextmanager
     async def turning(self) -> AsyncIterator[None]:
@@ -56,6 +70,13 @@ class Streams:
         async with self.turning():
             await asyncio.gather(*(self.message(name, each) for name, each in seconds.items()))
         return [turn for turn in self.read.split("/") if turn]
+
+
+@pytest.fixture(autouse=True)
+def _one_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop turns once before more is read, except in the tests of how often it does."""
+    if "often" not in request.node.name:
+        monkeypatch.setattr(reading_turns, "TURNS", 1)
 
 
 async def test_what_takes_little_is_read_at_once() -> None:
@@ -91,7 +112,7 @@ async def test_nobody_reads_while_a_message_is_being_read() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
     assert "a" not in streams.read
-    streams.turn.end(0.0, SHORT)
+    streams.turn.end(SHORT)
     async with asyncio.timeout(PATIENCE_S):
         await waiting
     assert streams.turn.is_free
@@ -118,13 +139,172 @@ async def test_those_that_leave_when_they_have_been_called_have_the_next_called(
     streams.turn.begin()
     *leaving, staying = (asyncio.create_task(streams.message(name, SHORT)) for name in CALLED * "b" + "c")
     await asyncio.sleep(0)
-    streams.turn.end(0.0, LONG)
+    streams.turn.end(LONG)
     await asyncio.sleep(0)  # all but the last have been called
     for each in leaving:
         each.cancel()
     async with asyncio.timeout(PATIENCE_S):
         await staying
     assert (streams.read, streams.turn.is_free) == ("c", True)
+
+
+async def test_the_loop_turns_often_before_more_is_read() -> None:
+    """Whoever reads: others need several turns for one call."""
+    streams = Streams()
+    other = ReadingTurn(streams.turns)
+    async with streams.turning():
+        reads = (("a", None), ("b", other), ("c", None), ("d", other))
+        await asyncio.gather(*(streams.message(name, LONG, turn) for name, turn in reads))
+    turns = streams.read.split("/")
+    read = [number for number, turn in enumerate(turns) if turn]
+    assert sorted(turns[number] for number in read) == ["a", "b", "c", "d"]
+    assert min(later - sooner for sooner, later in pairwise(read)) >= TURNS
+
+
+async def test_a_message_that_takes_long_has_the_loop_turn_often() -> None:
+    streams = Streams()
+    streams.turn.begin()
+    async with streams.turning():
+        assert not streams.turn.is_over(SHORT)
+        assert streams.turn.is_over(LONG)
+        before = streams.read.count("/")
+        await streams.turn.pause(LONG)
+        assert streams.read.count("/") - before >= TURNS
+    assert not streams.turn.is_free
+    streams.turn.end(SHORT)
+    assert streams.turn.is_free
+
+
+async def test_callers_together_read_no_more_in_a_turn_than_one() -> None:
+    """However many there are, the loop does not keep others waiting for longer."""
+    streams = Streams()
+    callers = [ReadingTurn(streams.turns) for _ in range(5)]
+    async with streams.turning():
+        await asyncio.gather(*(streams.message(str(n), SHORT, caller) for n, caller in enumerate(callers)))
+    assert [turn for turn in streams.read.split("/") if turn] == ["012", "34"]
+
+
+async def test_who_has_read_least_is_next() -> None:
+    """A caller with many streams has no more turns than one with a single stream; a new one is ahead of both."""
+    streams = Streams()
+    many, single, new = (ReadingTurn(streams.turns) for _ in range(3))
+
+    async def one_after_the_other(name: str, turn: ReadingTurn) -> None:
+        for _ in range(4):
+            await streams.message(name, LONG, turn)
+
+    async def comes_later() -> None:
+        await streams.message("s", LONG, single)
+        await streams.message("n", LONG, new)
+
+    async with streams.turning():
+        await asyncio.gather(
+            *(one_after_the_other("m", many) for _ in range(3)), one_after_the_other("s", single), comes_later()
+        )
+    assert streams.read.replace("/", "") == "msms" + "n" + "msmsms" + 7 * "m"
+
+
+async def test_who_pauses_is_ahead_of_the_callers_other_streams() -> None:
+    streams = Streams()
+    streams.turn.begin()
+    waiting = asyncio.create_task(streams.message("b", LONG))
+    await asyncio.sleep(0)
+    async with streams.turning():
+        await streams.turn.pause(LONG)
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert "b" not in streams.read
+    streams.turn.end(SHORT)
+    async with asyncio.timeout(PATIENCE_S):
+        await waiting
+
+
+async def test_one_that_leaves_while_it_pauses_holds_up_nobody() -> None:
+    streams = Streams()
+    streams.turn.begin()
+    leaving = asyncio.create_task(streams.turn.pause(LONG))
+    staying = asyncio.create_task(streams.message("b", SHORT))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    streams.turn.end(SHORT)
+    async with asyncio.timeout(PATIENCE_S):
+        await staying
+    assert streams.turn.is_free
+
+
+async def turns_until_read(tick: float) -> int:
+    """How often the loop turns between one message of a caller and the next, if each turn takes so long."""
+    streams = Streams()
+
+    async def turn() -> None:
+        while True:
+            streams.clock.now += tick
+            await asyncio.sleep(0)
+
+    await streams.message("a", LONG)
+    turning = asyncio.create_task(turn())
+    async with streams.turning():
+        await streams.message("b", LONG)
+    turning.cancel()
+    return streams.read.count("/")
+
+
+async def test_the_loop_turns_often_for_those_who_have_much_to_do() -> None:
+    """But not for longer than messages were read."""
+    seldom = await turns_until_read(BUSY_SECONDS / 2)
+    assert TURNS <= seldom < TURNS + 5
+    tick = BUSY_SECONDS * 1.01
+    often = await turns_until_read(tick)
+    assert MAX_TURN_SECONDS / tick + TURNS - 5 <= often <= MAX_TURN_SECONDS / tick + TURNS + 5
+
+
+@pytest.mark.parametrize("floods", [1, 4])
+async def test_who_reads_little_reads_often_beside_those_who_read_much(
+    floods: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next message comes some turns after the one before; theirs have come."""
+    monkeypatch.setattr(reading_turns, "TURNS", 8)
+    streams = Streams()
+    light, tiny, others = ReadingTurn(streams.turns), MAX_TURN_SECONDS / 50, []
+    for _ in range(floods):
+        heavy = ReadingTurn(streams.turns)
+        others.append([asyncio.create_task(streams.message("h", LONG, heavy)) for _ in range(6)])
+    async with streams.turning():
+        await asyncio.sleep(0)  # one of them reads
+        while streams.read.count("h") < 4 * floods:
+            await streams.message("l", tiny, light)
+            for _ in range(5):  # as long as it takes a message to come
+                await asyncio.sleep(0)
+        for tasks in others:
+            await asyncio.gather(*tasks)
+    # It reads about as much as one of them.
+    read = streams.read.replace("/", "")
+    until_last = read[: read.rindex("l")]
+    shares = until_last.count("l") * tiny / (until_last.count("h") / floods * LONG)
+    assert 0.6 < shares < 1.4, until_last
+
+
+async def test_who_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who have read much wait for one that has read little, but only some turns."""
+    monkeypatch.setattr(reading_turns, "TURNS", 8)
+    streams = Streams()
+    heavy, light = ReadingTurn(streams.turns), ReadingTurn(streams.turns)
+    async with streams.turning():
+        first = asyncio.gather(*(streams.message("h", LONG, heavy) for _ in range(2)))
+        await asyncio.sleep(0)  # one of them is read
+        await streams.message("l", SHORT, light)
+        await first
+    turns = streams.read.split("/")
+    read = [number for number, turn in enumerate(turns) if turn]
+    assert streams.read.replace("/", "") == "hlh"
+    assert read[2] - read[1] <= 8 + 2
+    # Once nobody has anything to read, everybody may read at once.
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert heavy.is_free
+    assert light.is_free
 
 
 async def test_each_caller_has_its_own_turns_for_as_long_as_it_has_streams() -> None:

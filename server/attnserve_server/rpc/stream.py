@@ -36,7 +36,7 @@ from attnserve_server.rpc.calls import ERROR_FIELD, LABELS, Call, Read, read_mes
 from attnserve_server.rpc.endings import Endings
 from attnserve_server.rpc.fast_path import Declined, FastPath
 from attnserve_server.rpc.outbox import Outbox, Unsent
-from attnserve_server.rpc.reading_turns import MAX_TURN_SECONDS, ReadingTurns
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Context, when_sent
 from attnserve_server.rpc.unread import UnreadReplies
 from attnserve_server.scheduling.engine import Engine
@@ -208,7 +208,7 @@ class CallStream:
             finally:
                 self._receiving = False
                 self._outbox.write()  # at once: else ready replies leave a turn of the loop later
-                self._reading_turn.end(self._turn_begin, perf_counter())
+                self._reading_turn.end(perf_counter() - self._turn_begin)
             if self._ended:
                 return
             del message  # it may be large, and the next one long in coming
@@ -245,8 +245,8 @@ class CallStream:
         return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
-        """Starts the calls of a message. It may hold thousands of tiny ones. So whenever that has taken
-        `MAX_TURN_SECONDS`, what has been read so far begins to run, and the loop gets a turn.
+        """Starts the calls of a message. It may hold thousands of tiny ones. So when the caller's turn is over, what
+        has been read so far begins to run, and the loop turns for others.
         """
         try:
             cancelled, calls = read_message(message, self._streams.max_message_calls)
@@ -267,10 +267,10 @@ class CallStream:
                 if refusal is not None:
                     self._answer_error(call.id, call.label, refusal, arrival, None, trace)
             begin = perf_counter()
-            if begin - self._turn_begin > MAX_TURN_SECONDS:
+            if self._reading_turn.is_over(begin - self._turn_begin):
                 self._engine.hurry()  # else the device waits for the last of them
                 self._outbox.write()
-                await asyncio.sleep(0)
+                await self._reading_turn.pause(begin - self._turn_begin)
                 self._outbox.hold()
                 begin = self._turn_begin = perf_counter()
 
