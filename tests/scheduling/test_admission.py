@@ -195,6 +195,20 @@ def test_of_what_may_always_wait_another_caller_gets_half_as_much() -> None:
             admission.admit(caller, 1, 10**9, kind="slow")
 
 
+@pytest.mark.parametrize("others", [1, 3, ALWAYS_WAIT - 1, ALWAYS_WAIT])
+def test_a_part_of_what_may_always_wait_is_each_callers_whatever_others_have_waiting(others: int) -> None:
+    """A caller with a few slow requests gets in beside those who send quick ones without end."""
+    admission = after_quick_ones()
+    for other in range(others):
+        admission.admit(other, 1, 10**9)
+    for other in range(others):
+        flood(admission, other, 1, 10**9)
+    for _ in range(ALWAYS_WAIT // (others + 1)):
+        admission.admit(ME, 1, 10**9, kind="slow")
+    with pytest.raises(Overloaded):
+        admission.admit(ME, 1, 10**9, kind="slow")
+
+
 def test_without_a_bound_on_time_there_is_none() -> None:
     admission = queue_of(1000, 60.0, 0.0)
     assert admission.requests == 1000

@@ -187,7 +187,8 @@ class Admission:
 
     def _lacks_time(self, own: InFlight) -> NoRoom | None:
         """What a caller is told whose next request would wait too long; None if it would not. It would if two things
-        take longer than a queue may: all that waits, and the caller's own requests at an equal share of the device.
+        take longer than a queue may: all that waits, and the caller's own requests at an equal share of the device. But
+        as many as would be its part of `ALWAYS_WAIT` may wait however slow they are, whatever others have waiting.
         """
         seconds, needed = self.seconds, self._needed_seconds
         if seconds < needed / 4:
@@ -196,6 +197,8 @@ class Admission:
         if seconds < longest:
             return None
         callers = len(self._callers) + (own is NOTHING)
+        if own.waiting < ALWAYS_WAIT // callers:
+            return None
         if (self.pace.seconds(own.work) + self.pace.request_seconds) * callers < longest:
             return None
         if callers > 1 and own.waiting:
