@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Final
 
-from attnserve import AsyncClient, AttnServeError, Client
+from attnserve import AsyncClient, AttnServeError, Client, Transport
 from benchmarks.chaos.questions import Array, Question, Verdict
+
+TRANSPORTS: Final[tuple[Transport, ...]] = ("stream", "unary")
 
 PATIENCE_S: Final = 120.0
 """How long callers may take to end, once they are told to."""

@@ -14,17 +14,18 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import numpy as np
 
-from attnserve import AttnServeError, Client
+from attnserve import AttnServeError, Client, Transport
 from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.access.tokens import digest, format_hash, new_token
-from benchmarks.chaos.callers import running
+from benchmarks.chaos.callers import TRANSPORTS, running
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.questions import TOLERANCE, Array, exact
 from benchmarks.chaos.traffic import STREAM
@@ -37,8 +38,10 @@ PROMISE: Final = (
     "answer is right."
 )
 SECONDS: Final = 15.0
-CALLERS: Final = 32
-"""How many calls the modest caller has in flight, each made by a thread."""
+CALLERS: Final[Mapping[Transport, int]] = {"stream": 32, "unary": 8}
+"""How many calls the modest caller has in flight, each made by a thread. A unary call of more fails where its server
+refuses it as often as it is retried.
+"""
 QUESTIONS: Final = 4
 STREAMS: Final = 200
 TINY_CALLS: Final = 500
@@ -48,7 +51,9 @@ TOKEN: Final = "ATTNSERVE_TOKEN"
 
 
 def run(minutes: float) -> list[Figure]:
-    """Runs each way to be greedy for 15 seconds, or for a quarter of `minutes` if that is less."""
+    """Runs each way to be greedy for 15 seconds, or for a quarter of `minutes` if that is less; with each transport of
+    the modest caller.
+    """
     seconds = SECONDS * min(minutes, 1.0)
     tokens = {name: new_token() for name in ("greedy", "modest")}
     with tempfile.TemporaryDirectory(prefix="attnserve-greedy-") as directory:
@@ -60,29 +65,42 @@ def run(minutes: float) -> list[Figure]:
             ),
             "utf-8",
         )
-        with (
-            Victim("--callers", str(callers), "--log-level", "error") as victim,
-            Client(victim.address, token=tokens["modest"]) as client,
-        ):
-            modest = Modest(client)
-            modest.answers_in(seconds / 3)  # not counted: the server learns how long these requests take
-            alone = modest.answers_in(seconds)
-            figures = [Figure("answers alone", alone / seconds, "/s")]
-            for way, (_, least) in WAYS.items():
-                with beside(way, victim.address, tokens["greedy"]) as greedy:
-                    beside_it = modest.answers_in(seconds)
-                figures += [
-                    Figure(f"answers beside {way}", beside_it / alone, "of those alone", at_least=least),
-                    Figure(f"{way}, answered or refused", greedy.replies, at_least=1),
-                ]
-    return [*figures, exactly("calls that failed", modest.failed, 0), exactly("wrong answers", modest.wrong, 0)]
+        with Victim("--callers", str(callers), "--log-level", "error") as victim:
+            figures = []
+            for transport in TRANSPORTS:
+                with Client(victim.address, token=tokens["modest"], transport=transport) as client:
+                    found = _beside_each(Modest(client, CALLERS[transport]), victim.address, tokens["greedy"], seconds)
+                figures += [replace(each, name=f"{transport}: {each.name}") for each in found]
+    return figures
+
+
+def _beside_each(modest: Modest, address: str, token: str, seconds: float) -> list[Figure]:
+    """What a modest caller gets alone, and beside each way to be greedy."""
+    modest.answers_in(seconds / 3)  # not counted: the server learns how long these requests take
+    alone = modest.answers_in(seconds)
+    figures = [Figure("answers alone", alone / seconds, "/s")]
+    ended = 0
+    for way, (_, least) in WAYS.items():
+        with beside(way, address, token) as greedy:
+            beside_it = modest.answers_in(seconds)
+        figures += [
+            Figure(f"answers beside {way}", beside_it / alone, "of those alone", at_least=least),
+            Figure(f"{way}, answered or refused", greedy.replies, at_least=1),
+        ]
+        ended += greedy.ended
+    return [
+        *figures,
+        exactly("greedy streams that ended", ended, 0),
+        exactly("calls that failed", modest.failed, 0),
+        exactly("wrong answers", modest.wrong, 0),
+    ]
 
 
 class Modest:
     """A caller with a few calls in flight, of a millisecond or two each, whose answers are checked."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, callers: int) -> None:
+        self._client, self._callers = client, callers
         random = np.random.default_rng(0)
         self._questions = [random.standard_normal((3, 8, 256, 64), dtype=np.float32) for _ in range(QUESTIONS)]
         self._answers = [exact(question[0], question[1], question[2], False) for question in self._questions]
@@ -90,7 +108,7 @@ class Modest:
 
     def answers_in(self, seconds: float) -> int:
         """How many answers it gets in that time."""
-        stop, right = threading.Event(), [0] * CALLERS
+        stop, right = threading.Event(), [0] * self._callers
 
         def ask(caller: int) -> None:
             for number in itertools.cycle(range(QUESTIONS)):
@@ -105,16 +123,18 @@ class Modest:
                     self.wrong += 1
                 right[caller] += 1
 
-        threads = [threading.Thread(target=ask, args=(number,), name=f"modest-{number}") for number in range(CALLERS)]
+        threads = [
+            threading.Thread(target=ask, args=(number,), name=f"modest-{number}") for number in range(self._callers)
+        ]
         with running(threads, stop):
             stop.wait(seconds)
         return sum(right)
 
 
 class Replies:
-    """How many replies the greedy caller had. This is known once it has ended."""
+    """How many replies the greedy caller had, and how many of its streams ended. Known once it has ended itself."""
 
-    replies = 0
+    replies = ended = 0
 
 
 @contextmanager
@@ -131,7 +151,7 @@ def beside(way: str, address: str, token: str) -> Iterator[Replies]:
             process.stdout.readline()  # it has been answered
             yield known
             process.stdin.close()
-            known.replies = int(process.stdout.readline())
+            known.replies, known.ended = map(int, process.stdout.readline().split())
         finally:
             process.kill()
 
@@ -143,7 +163,7 @@ class Greedy:
         self._address = address
         self._token = os.environ[TOKEN]
         self._lock = threading.Lock()
-        self.replies = 0
+        self.replies = self.ended = 0
         self.answered = threading.Event()
         """Set at the first reply."""
 
@@ -167,8 +187,12 @@ class Greedy:
         metadata = (("authorization", f"Bearer {self._token}"),)
 
         def read() -> None:
-            for reply in method(itertools.repeat(message), metadata=metadata):
-                self._take(len(reply.replies))
+            try:
+                for reply in method(itertools.repeat(message), metadata=metadata):
+                    self._take(len(reply.replies))
+            except grpc.RpcError:
+                with self._lock:
+                    self.ended += 1
 
         threading.Thread(target=read, daemon=True).start()
 
@@ -215,7 +239,7 @@ that gets alone.
 
 
 def main(way: str, address: str) -> None:
-    """Is greedy until the standard input ends; writes how many replies it had."""
+    """Is greedy until the standard input ends; writes how many replies it had, and how many of its streams ended."""
     os.nice(19)
     greedy = Greedy(address)
     begin, _ = WAYS[way]
@@ -223,7 +247,7 @@ def main(way: str, address: str) -> None:
     greedy.answered.wait()
     print("answered", flush=True)
     sys.stdin.read()
-    print(greedy.replies, flush=True)
+    print(greedy.replies, greedy.ended, flush=True)
     os._exit(0)  # with calls in flight
 
 

@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from attnserve import AttnServeError, Cache, Client, NotFoundError
-from benchmarks.chaos.callers import Tally, in_tasks, in_threads
+from benchmarks.chaos.callers import TRANSPORTS, Tally, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.questions import Array
-from benchmarks.chaos.rolling import TRANSPORTS, address_of
+from benchmarks.chaos.rolling import address_of
 from benchmarks.chaos.victim import Victim, start_all
 
 PROMISE: Final = (

@@ -12,7 +12,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from attnserve import AttnServeError, Client, OverloadedError, Transport
-from benchmarks.chaos.callers import running
+from benchmarks.chaos.callers import TRANSPORTS, running
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.overload import watched
 from benchmarks.chaos.processors import apart
@@ -34,7 +34,6 @@ KEYS: Final = (512, 1024, 2048, 2048)
 """The keys of each call; each has one query, and 8 heads of 64, in float32."""
 MAX_MIB: Final = 128
 """How much the server admits, in MiB."""
-TRANSPORTS: Final[tuple[Transport, ...]] = ("stream", "unary")
 
 
 class Load:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final, Literal
+from typing import Final
 
 from attnserve import Client
-from benchmarks.chaos.callers import Tally, in_tasks, in_threads, until_all
+from benchmarks.chaos.callers import TRANSPORTS, Tally, in_tasks, in_threads, until_all
 from benchmarks.chaos.outcome import Figure, exactly
 from benchmarks.chaos.victim import Victim, start_all
 
@@ -16,7 +16,6 @@ PROMISE: Final = (
     "calls): not one call fails."
 )
 SERVERS: Final = 3
-TRANSPORTS: Final[tuple[Literal["stream", "unary"], ...]] = ("stream", "unary")
 CALLERS: Final = 2
 DELAY: Final = "1s"
 """How long a server takes calls after it is told to end: enough for clients to notice, even on a busy machine."""

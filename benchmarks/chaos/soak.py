@@ -21,9 +21,8 @@ import psutil  # type: ignore[import-untyped]
 
 from attnserve import Client
 from benchmarks.chaos import projection
-from benchmarks.chaos.callers import PATIENCE_S, in_tasks, in_threads
+from benchmarks.chaos.callers import PATIENCE_S, TRANSPORTS, in_tasks, in_threads
 from benchmarks.chaos.outcome import Figure, exactly
-from benchmarks.chaos.rolling import TRANSPORTS
 from benchmarks.chaos.traffic import KINDS, Kind, Record
 from benchmarks.chaos.victim import Victim
 
