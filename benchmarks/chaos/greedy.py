@@ -38,7 +38,7 @@ PROMISE: Final = (
     "answer is right."
 )
 SECONDS: Final = 15.0
-CALLERS: Final[Mapping[Transport, int]] = {"stream": 32, "unary": 8}
+CALLERS: Final[Mapping[Transport, int]] = {"stream": 32, "unary": 16}
 """How many calls the modest caller has in flight, each made by a thread. A unary call of more fails where its server
 refuses it as often as it is retried.
 """
