@@ -24,7 +24,7 @@ class Share:
 class Clock:
     """A clock that tests set: by it, turns of the loop take no time."""
 
-    now = 0.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -89,6 +89,17 @@ async def test_what_takes_long_has_the_loop_turn_before_more_is_read() -> None:
 
 async def test_little_things_add_up_until_the_loop_turns() -> None:
     assert await Streams().all(a=SHORT, b=SHORT, c=SHORT, d=SHORT, e=SHORT, f=SHORT, g=SHORT) == ["abc", "def", "g"]
+
+
+async def test_little_things_in_different_turns_do_not_add_up() -> None:
+    """Nobody waits while the loop turns anyway."""
+    streams = Streams()
+    for _ in range(20):
+        await streams.message("a", SHORT)
+        await asyncio.sleep(0)
+    async with streams.turning():
+        await asyncio.sleep(0)
+        assert streams.turn.is_free
 
 
 async def test_the_order_is_that_of_arrival_however_many_wait() -> None:
@@ -202,6 +213,18 @@ async def test_who_has_read_least_is_next() -> None:
             *(one_after_the_other("m", many) for _ in range(3)), one_after_the_other("s", single), comes_later()
         )
     assert streams.read.replace("/", "") == "msms" + "n" + "msmsms" + 7 * "m"
+
+
+async def test_who_comes_later_has_no_more_turns_than_who_was_there() -> None:
+    """Else it would read, for as long as the other has read before, without the other's having a turn."""
+    streams = Streams()
+    first, later = ReadingTurn(streams.turns), ReadingTurn(streams.turns)
+    async with streams.turning():
+        for _ in range(5):
+            await streams.message("f", LONG, first)
+        reads = (*[("f", first)] * 4, *[("l", later)] * 4)
+        await asyncio.gather(*(streams.message(name, LONG, turn) for name, turn in reads))
+    assert streams.read.replace("/", "")[5:] in ("lflflflf", "flflflfl", "lfflflfl")
 
 
 async def test_who_pauses_is_ahead_of_the_callers_other_streams() -> None:

@@ -97,9 +97,6 @@ class ReadingTurn:
             while self._reading is not is_reading or not self._turns.admits(self) or self._line[0] is not place:
                 place.call = asyncio.get_running_loop().create_future()
                 await place.call
-        except asyncio.CancelledError:
-            self._turns.go_on()  # it may have been called: now others are, if there are any
-            raise
         finally:
             self._line.remove(place)
             if not self._line:
@@ -173,26 +170,25 @@ class ReadingTurns:
         turn.until += seconds
         self._furthest = max(self._furthest, turn.until)
         self._spent += seconds
-        if self._spent >= MAX_TURN_SECONDS and self._horizon > -inf:
+        self._read = True
+        if self._spent >= MAX_TURN_SECONDS:
             self._admit(-inf)
             self._since = self._turned_at
-        elif self._horizon < inf:
-            self._read = True
         # What little has been read counts on in the next turn, which costs less than taking note of each turn.
-        if self._waiting or self._spent > MAX_TURN_SECONDS / 8:
-            self.go_on()
+        if self._spent > MAX_TURN_SECONDS / 8:
+            self._go_on()
 
     def enter(self, turn: ReadingTurn) -> None:
         """A stream of a caller is in line."""
         self._waiting[turn] = None
-        self.go_on()
+        self._go_on()
 
     def leave(self, turn: ReadingTurn) -> None:
         """No stream of a caller is in line any more."""
         del self._waiting[turn]
 
-    def go_on(self) -> None:
-        """Those in line are called when the loop has turned."""
+    def _go_on(self) -> None:
+        """Has `_turned` called when the loop has turned; again and again while anybody is in line, or may not read."""
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._turned)
 
@@ -201,13 +197,14 @@ class ReadingTurns:
         enough.
         """
         self._next = None
-        if self._horizon > -inf:
-            self._spent = 0.0
-            if self._call():
-                self.go_on()
-                return
-        if self._horizon == inf:
-            return
+        self._spent = 0.0
+        if not self._call() and self._horizon < inf:
+            self._count()
+        if self._waiting or self._horizon < inf:
+            self._go_on()
+
+    def _count(self) -> None:
+        """Counts the turns of the loop in which nobody in line may read."""
         now = self._clock()
         # Whoever had something to do may soon have more to do, such as to read the next message.
         if (self._read or now - self._turned_at > BUSY_SECONDS) and now - self._since < MAX_TURN_SECONDS:
@@ -216,10 +213,7 @@ class ReadingTurns:
         self._turned_at = now
         self._left -= 1
         if self._left == 0:
-            self._spent = 0.0
             self._admit(self._next_horizon() if self._horizon == -inf else inf)
-            self._call()
-        self.go_on()
 
     def _next_horizon(self) -> float:
         """Up to when those may read who have read less than others."""
