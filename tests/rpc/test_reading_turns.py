@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from weakref import ref
@@ -96,8 +96,6 @@ async def test_little_things_in_different_turns_do_not_add_up() -> None:
     streams = Streams()
     for _ in range(20):
         await streams.message("a", SHORT)
-        await asyncio.sleep(0)
-    async with streams.turning():
         await asyncio.sleep(0)
         assert streams.turn.is_free
 
@@ -328,6 +326,31 @@ async def test_who_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0)
     assert heavy.is_free
     assert light.is_free
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_the_loop_is_left_alone_once_nobody_is_in_line(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = 0
+
+    def turn(turns: ReadingTurns, turns_again: Callable[[ReadingTurns], None] = ReadingTurns._turned) -> None:
+        nonlocal turned
+        turned += 1
+        turns_again(turns)
+
+    monkeypatch.setattr(ReadingTurns, "_turned", turn)
+    streams = Streams()
+    first, second = (asyncio.create_task(streams.message(name, LONG)) for name in "ab")
+    await first
+    if leaves:
+        second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    before = turned
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert turned == before > 0
+    assert streams.turn.is_free
 
 
 async def test_each_caller_has_its_own_turns_for_as_long_as_it_has_streams() -> None:
