@@ -14,7 +14,7 @@ from conftest import Server
 
 from attnserve.v1 import attention_pb2 as pb
 
-CONNECTIONS, CALLS = 100, 500
+CONNECTIONS = 100
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -43,17 +43,17 @@ class Connection:
         self._channel.close()
 
 
-@pytest.fixture
-def tiny() -> bytes:
-    """A message of tiny calls, which takes the event loop some milliseconds."""
+def message_of(count: int) -> bytes:
+    """A message of so many tiny calls."""
     request = messages.random_attend(0, 1, heads=1, width=4)
-    return pb.AttendStreamRequest(calls=[calls.call(number, request) for number in range(CALLS)]).SerializeToString()
+    return pb.AttendStreamRequest(calls=[calls.call(number, request) for number in range(count)]).SerializeToString()
 
 
-def test_every_stream_begins_and_goes_on(server: Server, tiny: bytes) -> None:
+@pytest.mark.parametrize("count", [20, 500])
+def test_every_stream_begins_and_goes_on(server: Server, count: int) -> None:
     """An RPC that a server has not begun for 2 s, such as one that only reads messages, is cancelled by gRPC."""
     request = messages.random_attend(1)
-    connections = [Connection(server.address, tiny) for _ in range(CONNECTIONS)]
+    connections = [Connection(server.address, message_of(count)) for _ in range(CONNECTIONS)]
     try:
         # Others' calls, each on a connection of its own, are answered meanwhile.
         for _ in range(5):

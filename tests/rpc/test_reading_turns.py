@@ -11,31 +11,23 @@ from weakref import ref
 import pytest
 
 from attnserve_server.rpc import reading_turns
-from attnserve_server.rpc.reading_turns import BUSY_SECONDS, CALLED, MAX_TURN_SECONDS, TURNS, ReadingTurn, ReadingTurns
+from attnserve_server.rpc.reading_turns import CALLED, SLICE_SECONDS, TURNS, ReadingTurn, ReadingTurns
 
-LONG, SHORT = 1.1 * MAX_TURN_SECONDS, 0.4 * MAX_TURN_SECONDS
+LONG, SHORT = 1.1 * SLICE_SECONDS, 0.4 * SLICE_SECONDS
 PATIENCE_S = 30.0
+PLENTY = 20
+"""More turns than the loop has before more is read."""
 
 
 class Share:
     """What a caller is known by."""
 
 
-class Clock:
-    """A clock that tests set: by it, turns of the loop take no time."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Streams:
     """Streams of one caller, or of several, and what they have read: "/" where the loop has turned."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.turns = ReadingTurns(self.clock)
+        self.turns = ReadingTurns()
         self.turn = ReadingTurn(self.turns)
         self.read = ""
 
@@ -72,10 +64,15 @@ class Streams:
         return [turn for turn in self.read.split("/") if turn]
 
 
+@pytest.fixture
+def often() -> None:
+    """The loop turns as often before more is read as it does in a server."""
+
+
 @pytest.fixture(autouse=True)
-def _one_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop turns once before more is read, except in the tests of how often it does."""
-    if "often" not in request.node.name:
+def _once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop turns once before more is read, unless a test is about that."""
+    if "often" not in request.fixturenames:
         monkeypatch.setattr(reading_turns, "TURNS", 1)
 
 
@@ -157,20 +154,22 @@ async def test_those_that_leave_when_they_have_been_called_have_the_next_called(
     assert (streams.read, streams.turn.is_free) == ("c", True)
 
 
-async def test_the_loop_turns_often_before_more_is_read() -> None:
-    """Whoever reads: others need several turns for one call."""
+@pytest.mark.parametrize("slices", [1, 7])
+async def test_the_loop_turns_often_before_more_is_read(often: None, slices: int) -> None:
+    """Whoever reads: others need several turns for one call, and more after a message that took long."""
     streams = Streams()
     other = ReadingTurn(streams.turns)
     async with streams.turning():
         reads = (("a", None), ("b", other), ("c", None), ("d", other))
-        await asyncio.gather(*(streams.message(name, LONG, turn) for name, turn in reads))
+        await asyncio.gather(*(streams.message(name, slices * LONG, turn) for name, turn in reads))
     turns = streams.read.split("/")
     read = [number for number, turn in enumerate(turns) if turn]
     assert sorted(turns[number] for number in read) == ["a", "b", "c", "d"]
-    assert min(later - sooner for sooner, later in pairwise(read)) >= TURNS
+    between = [later - sooner for sooner, later in pairwise(read)]
+    assert slices * TURNS <= min(between) <= max(between) <= slices * (TURNS + 1)
 
 
-async def test_a_message_that_takes_long_has_the_loop_turn_often() -> None:
+async def test_a_message_that_takes_long_has_the_loop_turn_often(often: None) -> None:
     streams = Streams()
     streams.turn.begin()
     async with streams.turning():
@@ -225,6 +224,37 @@ async def test_who_comes_later_has_no_more_turns_than_who_was_there() -> None:
     assert streams.read.replace("/", "")[5:] in ("lflflflf", "flflflfl", "lfflflfl")
 
 
+async def test_who_has_read_more_does_not_read_before_those_in_line(often: None) -> None:
+    """Its message comes when they have been called."""
+    streams = Streams()
+    much, little = ReadingTurn(streams.turns), ReadingTurn(streams.turns)
+    async with streams.turning():
+        for name, turn in (("l", little), ("m", much)):
+            await streams.message(name, LONG, turn)
+        await streams.message("m", LONG, much)
+        lined = [asyncio.create_task(streams.message("l", SHORT / 9, little)) for _ in range(5)]
+        for _ in range(PLENTY):
+            await asyncio.sleep(0)
+            if streams.turns.are_open:
+                break
+        assert not much.is_free
+        await streams.message("m", LONG, much)
+        await asyncio.gather(*lined)
+    assert streams.read.replace("/", "") == "lmmlllllm"
+
+
+async def test_each_caller_in_line_has_its_places_among_those_called(often: None) -> None:
+    """However many streams of one are in line."""
+    streams = Streams()
+    many, single = ReadingTurn(streams.turns), ReadingTurn(streams.turns)
+    async with streams.turning():
+        await streams.message("a", LONG)
+        reads = [*[("m", many)] * (2 * CALLED), ("s", single)]
+        await asyncio.gather(*(streams.message(name, 0.0, turn) for name, turn in reads))
+    first, *_ = [turn for turn in streams.read.split("/")[1:] if turn]
+    assert first == CALLED // 2 * "m" + "s"
+
+
 async def test_who_pauses_is_ahead_of_the_callers_other_streams() -> None:
     streams = Streams()
     streams.turn.begin()
@@ -253,79 +283,6 @@ async def test_one_that_leaves_while_it_pauses_holds_up_nobody() -> None:
     async with asyncio.timeout(PATIENCE_S):
         await staying
     assert streams.turn.is_free
-
-
-async def turns_until_read(tick: float) -> int:
-    """How often the loop turns between one message of a caller and the next, if each turn takes so long."""
-    streams = Streams()
-
-    async def turn() -> None:
-        while True:
-            streams.clock.now += tick
-            await asyncio.sleep(0)
-
-    await streams.message("a", LONG)
-    turning = asyncio.create_task(turn())
-    async with streams.turning():
-        await streams.message("b", LONG)
-    turning.cancel()
-    return streams.read.count("/")
-
-
-async def test_the_loop_turns_often_for_those_who_have_much_to_do() -> None:
-    """But not for longer than messages were read."""
-    seldom = await turns_until_read(BUSY_SECONDS / 2)
-    assert TURNS <= seldom < TURNS + 5
-    tick = BUSY_SECONDS * 1.01
-    often = await turns_until_read(tick)
-    assert MAX_TURN_SECONDS / tick + TURNS - 5 <= often <= MAX_TURN_SECONDS / tick + TURNS + 5
-
-
-@pytest.mark.parametrize("floods", [1, 4])
-async def test_who_reads_little_reads_often_beside_those_who_read_much(
-    floods: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its next message comes some turns after the one before; theirs have come."""
-    monkeypatch.setattr(reading_turns, "TURNS", 8)
-    streams = Streams()
-    light, tiny, others = ReadingTurn(streams.turns), MAX_TURN_SECONDS / 50, []
-    for _ in range(floods):
-        heavy = ReadingTurn(streams.turns)
-        others.append([asyncio.create_task(streams.message("h", LONG, heavy)) for _ in range(6)])
-    async with streams.turning():
-        await asyncio.sleep(0)  # one of them reads
-        while streams.read.count("h") < 4 * floods:
-            await streams.message("l", tiny, light)
-            for _ in range(5):  # as long as it takes a message to come
-                await asyncio.sleep(0)
-        for tasks in others:
-            await asyncio.gather(*tasks)
-    # It reads about as much as one of them.
-    read = streams.read.replace("/", "")
-    until_last = read[: read.rindex("l")]
-    shares = until_last.count("l") * tiny / (until_last.count("h") / floods * LONG)
-    assert 0.6 < shares < 1.4, until_last
-
-
-async def test_who_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who have read much wait for one that has read little, but only some turns."""
-    monkeypatch.setattr(reading_turns, "TURNS", 8)
-    streams = Streams()
-    heavy, light = ReadingTurn(streams.turns), ReadingTurn(streams.turns)
-    async with streams.turning():
-        first = asyncio.gather(*(streams.message("h", LONG, heavy) for _ in range(2)))
-        await asyncio.sleep(0)  # one of them is read
-        await streams.message("l", SHORT, light)
-        await first
-    turns = streams.read.split("/")
-    read = [number for number, turn in enumerate(turns) if turn]
-    assert streams.read.replace("/", "") == "hlh"
-    assert read[2] - read[1] <= 8 + 2
-    # Once nobody has anything to read, everybody may read at once.
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert heavy.is_free
-    assert light.is_free
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -256,6 +256,14 @@ class CallStream:
             self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
         begin = self._turn_begin
         for call in calls:
+            if self._reading_turn.is_over(begin - self._turn_begin):
+                self._engine.hurry()  # else the device waits for the last of them
+                self._outbox.write()
+                try:
+                    await self._reading_turn.pause(begin - self._turn_begin)
+                finally:  # what comes next took no longer than from now on, even if it is the end
+                    begin = self._turn_begin = perf_counter()
+                self._outbox.hold()
             trace = None
             if self._streams.tracing is not None:
                 trace = self._streams.tracing.begin(call.label, call.parent or self._parent, arrival)
@@ -267,12 +275,6 @@ class CallStream:
                 if refusal is not None:
                     self._answer_error(call.id, call.label, refusal, arrival, None, trace)
             begin = perf_counter()
-            if self._reading_turn.is_over(begin - self._turn_begin):
-                self._engine.hurry()  # else the device waits for the last of them
-                self._outbox.write()
-                await self._reading_turn.pause(begin - self._turn_begin)
-                self._outbox.hold()
-                begin = self._turn_begin = perf_counter()
 
     def _start(self, call: Call, arrival: float, begin: float, trace: Trace | None) -> NoRoom | None:
         """Submits a call whose decoding began at `begin`, if there is room. Raises RequestError."""
