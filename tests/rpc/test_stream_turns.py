@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import calls
@@ -20,7 +21,8 @@ from stream_context import StreamContext
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller, anybody
 from attnserve_server.requests.work import Work
-from attnserve_server.rpc import reading_turns
+from attnserve_server.rpc import reading_turns, stream
+from attnserve_server.rpc.reading_turns import ReadingTurn
 from attnserve_server.rpc.stream import CallStream
 
 __all__ = ["torch_threads"]
@@ -28,6 +30,7 @@ __all__ = ["torch_threads"]
 pytestmark = pytest.mark.usefixtures("torch_threads")
 
 CALLS = 50
+LONG_S = 1000.0
 
 
 class Reading:
@@ -71,7 +74,8 @@ class Reading:
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one call is read per turn, and the loop turns once before the next."""
+    """Only one call is read per turn, and the loop turns once before the next. What has been read runs at once."""
+    monkeypatch.setattr(stream, "READ_AHEAD_SECONDS", 0.0)
     monkeypatch.setattr(reading_turns, "SLICE_SECONDS", 1e-9)
     monkeypatch.setattr(reading_turns, "TURNS", 0)
 
@@ -123,6 +127,26 @@ async def test_what_has_been_read_runs_while_the_rest_is_read(no_patience: None)
         await serving
 
 
+async def test_calls_wait_for_the_rest_of_their_message_for_a_while(
+    no_patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they run in one batch, though others have their turns meanwhile."""
+    monkeypatch.setattr(stream, "READ_AHEAD_SECONDS", calls.PATIENCE_S)
+    busy: list[bool] = []
+    reading = Reading(lambda number: busy.append(bool(reading.bench.engine.worker.runs)))
+    reading.bench.device.may_run.clear()
+    serving = asyncio.create_task(reading.stream.serve())
+    await asyncio.create_task(reading.other())
+    reading.bench.device.may_run.set()
+    assert busy == [False] * CALLS
+    assert ("call", "call") not in pairwise(reading.events)
+    async with asyncio.timeout(calls.PATIENCE_S):
+        await reading.context.answered.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
 async def test_few_calls_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_turns, "SLICE_SECONDS", calls.PATIENCE_S)
     reading = Reading()
@@ -165,6 +189,30 @@ async def test_who_leaves_meanwhile_has_no_more_of_the_message_read(no_patience:
     assert len(reading.events) == 4
     assert await reading.bench.engine.drain(calls.PATIENCE_S)
     assert reading.bench.admission.requests == 0
+
+
+async def test_who_leaves_while_it_pauses_is_not_taken_to_have_read_all_the_time(
+    no_patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its caller's other streams would wait for as long."""
+    paused, waited, pause = asyncio.Event(), 0.0, ReadingTurn.pause
+
+    async def pause_for_long(turn: ReadingTurn, seconds: float) -> None:
+        nonlocal waited
+        waited += LONG_S
+        paused.set()
+        await pause(turn, seconds)
+
+    monkeypatch.setattr(ReadingTurn, "pause", pause_for_long)
+    monkeypatch.setattr(stream, "perf_counter", lambda: perf_counter() + waited)
+    reading = Reading()
+    serving = asyncio.create_task(reading.stream.serve())
+    await paused.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert reading.stream._reading_turn.until < LONG_S
+    assert await reading.bench.engine.drain(calls.PATIENCE_S)
 
 
 async def test_what_fails_in_a_turn_is_one_calls_error(no_patience: None) -> None:

@@ -45,6 +45,9 @@ from attnserve_server.scheduling.entry import Entry, Outcome
 MAX_UNSENT_BYTES: Final = 16 << 20
 """Nothing is read from a stream of whose replies more than this is unread."""
 
+READ_AHEAD_SECONDS: Final = 0.005
+"""How long calls may wait for the rest of their message to be read, so that they run in one batch with it."""
+
 ATTENDED: Final = LABELS["attend"]
 """The label, in metrics and in the log, of calls that the fast path answers, and of a stream that is refused."""
 
@@ -245,8 +248,8 @@ class CallStream:
         return True
 
     async def _receive(self, message: bytes, arrival: float) -> None:
-        """Starts the calls of a message. It may hold thousands of tiny ones. So when the caller's turn is over, what
-        has been read so far begins to run, and the loop turns for others.
+        """Starts the calls of a message. It may hold thousands of tiny ones. So the loop turns for others when the
+        caller's turn is over, and what has been read so far begins to run after `READ_AHEAD_SECONDS`.
         """
         try:
             cancelled, calls = read_message(message, self._streams.max_message_calls)
@@ -254,10 +257,12 @@ class CallStream:
             raise Malformed("", error) from None
         if cancelled:
             self._engine.cancel([self._in_flight[call_id] for call_id in cancelled if call_id in self._in_flight])
-        begin = self._turn_begin
+        begin = hurried = self._turn_begin
         for call in calls:
             if self._reading_turn.is_over(begin - self._turn_begin):
-                self._engine.hurry()  # else the device waits for the last of them
+                if begin - hurried > READ_AHEAD_SECONDS:
+                    self._engine.hurry()
+                    hurried = begin
                 self._outbox.write()
                 try:
                     await self._reading_turn.pause(begin - self._turn_begin)

@@ -162,7 +162,8 @@ class Config:
         kinds.DURATION,
         1.0,
         "How long the queue may take to compute, at the measured rate; what comes beyond is refused at once. While "
-        "requests are being refused, 16 requests or two batches are the bound, whichever take longer. 0 is no bound.",
+        "requests are being refused, 16 requests or two batches are the bound, whichever take longer. An equal part of "
+        "16 is each caller's even beyond that. 0 is no bound.",
     )
     max_batch_flops: int = _setting(
         kinds.flops(0),
