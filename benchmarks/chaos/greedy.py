@@ -34,8 +34,8 @@ from benchmarks.chaos.victim import Victim
 PROMISE: Final = (
     "A caller that takes all it can get by requests that take long for their operations, or by large ones, leaves "
     "another at least a third of what that gets alone; by tiny calls on hundreds of streams, a tenth: refusing them "
-    "takes the event loop's processor, half of what a machine of two has. Every answer is right, and none of the other's "
-    "calls fails, except that of a hundredth at most each retry may be refused, too (on streams, calls wait instead)."
+    "takes the event loop's processor, half of what a machine of two has. Every answer is right, and none of the "
+    "other's calls fails, but a hundredth at most may be refused as often as they are retried."
 )
 SECONDS: Final = 15.0
 CALLERS: Final[Mapping[Transport, int]] = {"stream": 32, "unary": 16}
@@ -91,7 +91,7 @@ def _beside_each(modest: Modest, address: str, token: str, seconds: float) -> li
     return [
         *figures,
         exactly("greedy streams that ended", ended, 0),
-        Figure("calls refused with every retry", modest.refused / modest.asked, "of those answered", at_most=0.01),
+        Figure("calls refused with every retry", modest.refused / modest.answered, "of those answered", at_most=0.01),
         exactly("calls that failed", modest.failed, 0),
         exactly("wrong answers", modest.wrong, 0),
     ]
@@ -105,7 +105,7 @@ class Modest:
         random = np.random.default_rng(0)
         self._questions = [random.standard_normal((3, 8, 256, 64), dtype=np.float32) for _ in range(QUESTIONS)]
         self._answers = [exact(question[0], question[1], question[2], False) for question in self._questions]
-        self.asked = self.refused = self.failed = self.wrong = 0
+        self.answered = self.refused = self.failed = self.wrong = 0
 
     def answers_in(self, seconds: float) -> int:
         """How many answers it gets in that time."""
@@ -132,7 +132,7 @@ class Modest:
         ]
         with running(threads, stop):
             stop.wait(seconds)
-        self.asked += sum(right)
+        self.answered += sum(right)
         return sum(right)
 
 
