@@ -111,35 +111,19 @@ async def test_all_streams_together_read_as_much_as_one(no_patience: None, calle
     assert await reading.bench.engine.drain(0)
 
 
-async def test_what_has_been_read_runs_while_the_rest_is_read(no_patience: None) -> None:
-    """Otherwise the device, and calls with a deadline, would wait for the message's last call."""
-    busy: list[bool] = []
-    reading = Reading(lambda number: busy.append(bool(reading.bench.engine.worker.runs)))
-    reading.bench.device.may_run.clear()
-    serving = asyncio.create_task(reading.stream.serve())
-    await asyncio.create_task(reading.other())
-    reading.bench.device.may_run.set()
-    assert busy == [False] + [True] * (CALLS - 1)
-    async with asyncio.timeout(calls.PATIENCE_S):
-        await reading.context.answered.wait()
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
-
-
-async def test_calls_wait_for_the_rest_of_their_message_for_a_while(
-    no_patience: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ahead_s", "runs"), [(0.0, True), (calls.PATIENCE_S, False)])
+async def test_calls_run_before_the_rest_is_read_if_that_takes_long(
+    no_patience: None, ahead_s: float, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that they run in one batch, though others have their turns meanwhile."""
-    monkeypatch.setattr(stream, "READ_AHEAD_SECONDS", calls.PATIENCE_S)
+    """Else the device, and calls with a deadline, would wait for the last of the message; or run in small batches."""
+    monkeypatch.setattr(stream, "READ_AHEAD_SECONDS", ahead_s)
     busy: list[bool] = []
     reading = Reading(lambda number: busy.append(bool(reading.bench.engine.worker.runs)))
     reading.bench.device.may_run.clear()
     serving = asyncio.create_task(reading.stream.serve())
     await asyncio.create_task(reading.other())
     reading.bench.device.may_run.set()
-    assert busy == [False] * CALLS
-    assert ("call", "call") not in pairwise(reading.events)
+    assert busy == [False] + [runs] * (CALLS - 1)
     async with asyncio.timeout(calls.PATIENCE_S):
         await reading.context.answered.wait()
     serving.cancel()

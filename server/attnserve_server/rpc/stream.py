@@ -266,7 +266,7 @@ class CallStream:
                 self._outbox.write()
                 try:
                     await self._reading_turn.pause(begin - self._turn_begin)
-                finally:  # what comes next took no longer than from now on, even if it is the end
+                finally:  # to wait is not to read, even if the stream ends meanwhile
                     begin = self._turn_begin = perf_counter()
                 self._outbox.hold()
             trace = None
