@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from mappings import flags_at, needs_huge_pages
 
 from attnserve_server.caches.pages import PagePool
 from attnserve_server.host import huge_pages
 from attnserve_server.host.memory import resident_bytes
-
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-needs_huge_pages = pytest.mark.skipif(not SETTING.exists(), reason="this kernel has no transparent huge pages")
-
-
-def flags_at(address: int) -> list[str]:
-    """What Linux knows of the mapping that an address is in: `hg` if huge pages were asked for."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            begin, end = (int(bound, 16) for bound in first.split("-"))
-            inside = begin <= address < end
-        elif inside and first == "VmFlags:":
-            return rest
-    raise LookupError(hex(address))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, huge_pages.HUGE_PAGE, 3 * huge_pages.HUGE_PAGE + 64])

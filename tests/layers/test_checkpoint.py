@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mappings import flags_at, needs_huge_pages
 from one_parameter import FILE, general
 from safetensors.torch import load_file, save, save_file
 
@@ -213,3 +214,10 @@ def test_what_was_saved_is_what_safetensors_loads(models: Path) -> None:
     layer = general(ParameterSource(tensor="weight"), 2, 3)
     assert torch.equal(load(layer, models, "cpu")["score.weight"], load_file(models / FILE)["weight"])
     assert load(layer, models, "meta")["score.weight"].device.type == "meta"
+
+
+@needs_huge_pages
+def test_large_parameters_are_in_huge_pages(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1024, 512)}, tmp_path / FILE)
+    parameters = load(general(ParameterSource(tensor="weight"), 1024, 512), tmp_path, "cpu")
+    assert "hg" in flags_at(parameters["score.weight"].data_ptr())

@@ -198,6 +198,8 @@ def load(specification: LayerSpecification, directory: Path, device: torch.devic
     import torch
     from safetensors import SafetensorError, safe_open
 
+    from attnserve_server.native.tensors import empty
+
     checkpoint = open_checkpoint(directory, specification.file, specification.name)
     defects = list(defects_of(specification, checkpoint.tensors))
     if defects:
@@ -214,7 +216,7 @@ def load(specification: LayerSpecification, directory: Path, device: torch.devic
                     files[path] = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
                 # Reading maps pages of the file, which its owner may truncate: so keep a copy.
                 stored = _taken(files[path], source).reshape(shape)
-                parameters[name] = torch.empty(shape, dtype=dtype, device=device).copy_(stored)
+                parameters[name] = empty(shape, dtype, device).copy_(stored)
             except (SafetensorError, OSError) as error:  # it changed after its header was read
                 defect = Defect(specification.name, name, specification.file, "a safetensors file", words_of(error))
                 raise LayerError([defect]) from None

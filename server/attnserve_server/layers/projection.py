@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from attnserve_server.layers.product import Product, product_of
 from attnserve_server.native.products import Products
+from attnserve_server.native.tensors import empty
 
 WIDTH = 16
 """Rows whose width is a multiple of this have equal alignment, and so have outputs that begin at such a multiple."""
@@ -94,7 +95,11 @@ def _widened(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    shape = sum(len(part) for part in parts), *first.shape[1:]
+    return torch.cat(list(parts), out=empty(shape, first.dtype, first.device))
 
 
 def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:

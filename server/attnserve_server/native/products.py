@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import Function, Threads, amx_permitted
+from attnserve_server.native.tensors import empty
 
 PANEL: Final = 16
 """Outputs come in multiples of this many, and can be divided there."""
@@ -61,10 +62,11 @@ class PackedWeight:
         """
         outputs, inputs = weight.shape
         missing, missing_inputs = -outputs % PANEL, -inputs % AMX_INPUTS if amx else 0
-        padded = pad(weight, (0, missing_inputs, 0, missing))
+        padded = pad(weight, (0, missing_inputs, 0, missing)) if missing or missing_inputs else weight
         panels = padded.reshape(-1, PANEL, padded.shape[1] // 2, 2) if amx else padded.reshape(-1, PANEL, inputs)
         bias = None if bias is None else pad(bias.float(), (0, missing))
-        return PackedWeight(panels.transpose(1, 2).contiguous(), bias, inputs if amx else 0)
+        panels = panels.transpose(1, 2)
+        return PackedWeight(empty(panels.shape, panels.dtype).copy_(panels), bias, inputs if amx else 0)
 
     def part(self, columns: slice) -> PackedWeight:
         """A view of some outputs, which begin and end at multiples of PANEL."""
