@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """What an operation is to do to one layer."""
+    """What an operation is to do to a layer. One that is the same for all layers may be one object."""
 
 
 @dataclass(slots=True, eq=False)

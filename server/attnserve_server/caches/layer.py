@@ -163,6 +163,8 @@ class CacheLayer:
 
         Where all of them are appends, they take no more if some fail.
         """
+        if not self._to_append:
+            return 0
         return self._foreseen().pages if self._others else self.pages_for(self._to_append)
 
     def _foreseen(self) -> Foreseen:

@@ -6,7 +6,7 @@ makes a reservation, secures its pages, and counts its outcome; nothing else cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,12 +17,28 @@ from attnserve_server.caches.layer import CacheLayer, Placement
 C = TypeVar("C", bound=Change, covariant=True)
 
 
+class OfEachLayer(Generic[C]):
+    """Changes of whole caches: of each, the same to all layers. A cache may have hundreds, and many requests may wait
+    for it: so this takes no memory for each.
+    """
+
+    __slots__ = ("_changes",)
+
+    def __init__(self, changes: Sequence[tuple[Cache, C]]) -> None:
+        """These changes, one for each cache."""
+        self._changes = changes
+
+    def __iter__(self) -> Iterator[tuple[CacheLayer, C]]:
+        return ((layer, change) for cache, change in self._changes for layer in cache.layers)
+
+
 @dataclass(slots=True, eq=False)
 class Reservation(Generic[C]):
     """What an operation is to do to layers of one owner's caches, each of them once."""
 
     caches: set[Cache]
-    changes: Sequence[tuple[CacheLayer, C]]
+    changes: Iterable[tuple[CacheLayer, C]]
+    """Can be iterated again and again."""
     source: str
     """The field of the request that its tokens come from, for errors; none if it appends nothing."""
     in_line: bool = field(default=False, init=False)

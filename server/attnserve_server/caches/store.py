@@ -21,7 +21,7 @@ from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.layer import CacheLayer, Placement, cut, pages_in
 from attnserve_server.caches.pool import PageAllocator
 from attnserve_server.caches.register import Register
-from attnserve_server.caches.reservation import Reservation, place, undo
+from attnserve_server.caches.reservation import OfEachLayer, Reservation, place, undo
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest
 from attnserve_server.host.cpus import CACHE_LINE
@@ -211,7 +211,7 @@ class CacheStore(Register):
         """
         for cache, _, _ in truncations:
             self._require(cache)
-        changes = [(layer, Cut(length)) for cache, length, _ in truncations for layer in cache.layers]
+        changes = OfEachLayer([(cache, Cut(length)) for cache, length, _ in truncations])
         reservation = self._open({cache for cache, _, _ in truncations}, changes)
         if foreseen:
             reservation.wait()
@@ -221,7 +221,8 @@ class CacheStore(Register):
         """Queues forks of caches, each of them once. Raises NotFound if a cache is gone."""
         for cache in caches:
             self._require(cache)
-        reservation = self._open(set(caches), [(layer, Share()) for cache in caches for layer in cache.layers])
+        share = Share()
+        reservation = self._open(set(caches), OfEachLayer([(cache, share) for cache in caches]))
         reservation.wait()
         return reservation
 
@@ -281,7 +282,7 @@ class CacheStore(Register):
         for cache in reservation.caches:
             self._let_go(cache)
 
-    def _open(self, caches: set[Cache], changes: Sequence[tuple[CacheLayer, C]], source: str = "") -> Reservation[C]:
+    def _open(self, caches: set[Cache], changes: Iterable[tuple[CacheLayer, C]], source: str = "") -> Reservation[C]:
         for cache in caches:
             cache.users += 1
         return Reservation(caches, changes, source)
