@@ -96,9 +96,9 @@ class Bench:
         self.store.cancel(reservation)
         return cache
 
-    def submit(self, request: Work, deadline: float = math.inf) -> Entry:
+    def submit(self, request: Work, deadline: float = math.inf, caller: str | None = None) -> Entry:
         """Hands a request to the engine. Raises RequestError."""
-        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6, None, None)
+        entry = Entry(request, self._reply, perf_counter(), deadline, 1e-6, caller, None)
         self._futures[entry] = asyncio.get_running_loop().create_future()
         self.engine.submit(entry)
         return entry
@@ -144,9 +144,9 @@ class Bench:
         name = caches_pb2.CacheServiceForkResponse.FromString(b"".join(pieces)).caches[0].name
         return self.store.get(name, monotonic(), None)
 
-    def look(self, cache: Cache, deadline: float = math.inf) -> Entry:
+    def look(self, cache: Cache, deadline: float = math.inf, caller: str | None = None) -> Entry:
         """Asks for the state of a cache."""
-        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None, _seen), deadline)
+        return self.submit(Look(self.host, (Use(cache, 0, 0, None),), 0, None, _seen), deadline, caller)
 
     async def seen(self, entry: Entry) -> int:
         """The number of tokens that `look` saw."""

@@ -21,8 +21,9 @@ from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.errors import CacheFull
 from attnserve_server.caches.store import CacheStore
 from attnserve_server.caches.work import CacheHost
-from attnserve_server.rpc import cache_service
+from attnserve_server.rpc import cache_service, reading_turns
 from attnserve_server.rpc.cache_service import CACHE_SERVICE_NAME, CacheService
+from attnserve_server.rpc.reading_turns import ReadingTurns
 
 CACHES = 50
 
@@ -31,7 +32,8 @@ class Served:
     """A service with CACHES caches, each with a token, and a record of what is done to which and of others' turns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
-        monkeypatch.setattr(cache_service, "TURN_SECONDS", patience)
+        monkeypatch.setattr(reading_turns, "SLICE_SECONDS", patience)
+        monkeypatch.setattr(reading_turns, "TURNS", 0)
         monkeypatch.setattr(cache_service, "describe", self._recorded(cache_service.describe))
         monkeypatch.setattr(CacheStore, "delete", self._recorded(CacheStore.delete))
         self.events: list[str] = []
@@ -42,7 +44,7 @@ class Served:
         calls: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
         host = CacheHost(self.store, pages=None, address="")  # type: ignore[arg-type]
         rpcs = rpcs_of(new_metrics())
-        CacheService(host, calls, rpcs, 0.0, LIMITS).register(self._server)
+        CacheService(host, calls, rpcs, 0.0, LIMITS, ReadingTurns()).register(self._server)
         self._port = self._server.add_insecure_port("127.0.0.1:0")
 
     def _recorded(self, do: Any) -> Any:
@@ -91,7 +93,7 @@ class Served:
         return [len(turn) for turn in turns]
 
 
-@pytest.mark.parametrize(("patience", "runs"), [(0.0, [1] * CACHES), (PATIENCE_S, [CACHES])])
+@pytest.mark.parametrize(("patience", "runs"), [(1e-9, [1] * CACHES), (PATIENCE_S, [CACHES])])
 async def test_others_have_their_turns_while_caches_are_listed(
     monkeypatch: pytest.MonkeyPatch, patience: float, runs: list[int]
 ) -> None:
@@ -101,7 +103,7 @@ async def test_others_have_their_turns_while_caches_are_listed(
         assert [list(cache.lengths) for cache in reply.caches] == [[1]] * CACHES
 
 
-@pytest.mark.parametrize(("patience", "runs"), [(0.0, [1] * CACHES), (PATIENCE_S, [CACHES])])
+@pytest.mark.parametrize(("patience", "runs"), [(1e-9, [1] * CACHES), (PATIENCE_S, [CACHES])])
 async def test_others_have_their_turns_while_caches_are_deleted(
     monkeypatch: pytest.MonkeyPatch, patience: float, runs: list[int]
 ) -> None:
@@ -127,7 +129,7 @@ async def test_a_page_ends_at_about_so_many_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_cache_that_goes_while_others_are_listed_is_not_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Served(monkeypatch, 0.0) as served:
+    async with Served(monkeypatch, 1e-9) as served:
         *_, last = served.store.list(None, 0.0)
         monkeypatch.setattr(cache_service, "describe", served.deleting(last, cache_service.describe))
         reply = await served.ask("List", pb.CacheServiceListRequest(), pb.CacheServiceListResponse)

@@ -64,7 +64,7 @@ async def channel(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
     metrics = new_metrics()
     rpcs = rpcs_of(metrics)
     streams = streams_of(engine, metrics, readers)
-    engine_calls = EngineCalls(engine, metrics, rpcs)
+    engine_calls = EngineCalls(engine, metrics, rpcs, streams.reading_turns)
     service = AttentionService(streams, engine_calls, rpcs, b"", 64, None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service.register(server)

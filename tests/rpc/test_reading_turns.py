@@ -11,7 +11,7 @@ from weakref import ref
 import pytest
 
 from attnserve_server.rpc import reading_turns
-from attnserve_server.rpc.reading_turns import CALLED, SLICE_SECONDS, TURNS, ReadingTurn, ReadingTurns
+from attnserve_server.rpc.reading_turns import CALLED, LONGEST_SECONDS, SLICE_SECONDS, TURNS, ReadingTurn, ReadingTurns
 
 LONG, SHORT = 1.1 * SLICE_SECONDS, 0.4 * SLICE_SECONDS
 PATIENCE_S = 30.0
@@ -181,6 +181,19 @@ async def test_a_message_that_takes_long_has_the_loop_turn_often(often: None) ->
     assert not streams.turn.is_free
     streams.turn.end(SHORT)
     assert streams.turn.is_free
+
+
+async def test_a_process_that_was_suspended_meanwhile_is_not_held_up_for_long(often: None) -> None:
+    """Nor is the caller whose message was being read then."""
+    streams = Streams()
+    other = ReadingTurn(streams.turns)
+    async with streams.turning():
+        await streams.message("a", 3600.0)
+        others = (streams.message("o", LONGEST_SECONDS / 3, other) for _ in range(9))
+        await asyncio.gather(streams.message("b", SHORT), *others)
+    first, *_ = streams.read.removeprefix("a").split("o")
+    assert len(first) <= TURNS * LONGEST_SECONDS / SLICE_SECONDS + 1
+    assert 3 <= streams.read.replace("/", "").removeprefix("a").index("b") <= 4
 
 
 async def test_callers_together_read_no_more_in_a_turn_than_one() -> None:

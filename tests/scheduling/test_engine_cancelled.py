@@ -15,6 +15,7 @@ from attnserve_server.access.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Cancelled, Overloaded
 from attnserve_server.rpc.engine_calls import EngineCalls
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Received
 from attnserve_server.scheduling.entry import Outcome
 
@@ -117,7 +118,7 @@ async def test_a_stream_without_calls_ends_without_a_look_at_the_queue(monkeypat
 async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(torch_threads: None) -> None:
     """A caller may leave once the outcome is set but before the handler wakes up: the request still lets go of all."""
     bench = Bench(CpuDevice(1, INLINE, None))
-    engine_calls = EngineCalls(bench.engine, bench.metrics, rpcs_of(bench.metrics))
+    engine_calls = EngineCalls(bench.engine, bench.metrics, rpcs_of(bench.metrics), ReadingTurns())
     message = messages.random_attend(0).SerializeToString()
     task = asyncio.create_task(
         engine_calls._answer(

@@ -4,10 +4,9 @@ answered at once.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic, perf_counter
-from typing import Final, TypeVar
+from typing import Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -25,6 +24,7 @@ from attnserve_server.errors import LIMIT_EXCEEDED, InvalidRequest, NotFound
 from attnserve_server.requests.durations import seconds_of
 from attnserve_server.requests.limits import RequestLimits
 from attnserve_server.rpc.engine_calls import EngineCalls
+from attnserve_server.rpc.reading_turns import ReadingTurn, ReadingTurns
 from attnserve_server.rpc.rpcs import Rpcs, parsed
 
 CACHE_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -47,13 +47,6 @@ MAX_AT_ONCE: Final = 256
 MAX_LAYERS_AT_ONCE: Final = 16384
 """The most layers that several have together. Each takes some microseconds."""
 
-TURN_SECONDS: Final = 0.001
-"""About how long caches are listed or deleted before the loop turns to others. A unary call of theirs needs several
-turns.
-"""
-
-T = TypeVar("T")
-
 
 class CacheService:
     """The service for one host of caches; what waits for its turn there goes through the engine.
@@ -63,13 +56,20 @@ class CacheService:
     """
 
     def __init__(
-        self, host: CacheHost, calls: EngineCalls, rpcs: Rpcs, default_ttl: float, limits: RequestLimits
+        self,
+        host: CacheHost,
+        calls: EngineCalls,
+        rpcs: Rpcs,
+        default_ttl: float,
+        limits: RequestLimits,
+        reading_turns: ReadingTurns,
     ) -> None:
         self._host = host
         self._limits = limits
         self._default_ttl = default_ttl or None
         self._calls = calls
         self._rpcs = rpcs
+        self._reading_turns = reading_turns
 
     def register(self, server: aio.Server) -> None:
         """Adds the service to a gRPC server that has not started."""
@@ -104,19 +104,21 @@ class CacheService:
         return pb.CacheServiceCreateResponse(cache=describe(self._host, cache))
 
     async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> bytes:
-        """The reply, serialised piece by piece: as a whole that would take the loop too long."""
+        """The reply, serialised piece by piece: there may be thousands of caches, each with hundreds of layers."""
         store = self._host.store
         found = store.list(caller.name, monotonic(), _number(request.page_token))
         caches, size, token = [], 0, ""
-        async for place, cache in _with_turns(enumerate(found, 1)):
-            if not cache.gone:
-                described = pb.CacheServiceListResponse(caches=[describe(self._host, cache)])
-                caches.append(described.SerializeToString())
-                size += len(caches[-1])
-            is_full = place == min(request.page_size or MAX_PAGE, MAX_PAGE) or size >= MAX_PAGE_BYTES
-            if is_full and place < len(found):
-                token = str(cache.number)
-                break
+        async with self._turn_of(caller) as turn:
+            for place, cache in enumerate(found, 1):
+                if not cache.gone:
+                    described = pb.CacheServiceListResponse(caches=[describe(self._host, cache)])
+                    caches.append(described.SerializeToString())
+                    size += len(caches[-1])
+                is_full = place == min(request.page_size or MAX_PAGE, MAX_PAGE) or size >= MAX_PAGE_BYTES
+                if is_full and place < len(found):
+                    token = str(cache.number)
+                    break
+                await turn.rest()
         rest = pb.CacheServiceListResponse(
             pool_bytes=store.pool_bytes, free_bytes=store.free_bytes, next_page_token=token
         )
@@ -126,19 +128,25 @@ class CacheService:
         store = self._host.store
         if not request.names and not request.request_ids:
             raise InvalidRequest("names", "at least one name or one id", "none")
-        async for place, request_id in _with_turns(enumerate(request.request_ids)):
-            if not request_id:
-                raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
-            _checked_id(f"request_ids[{place}]", request_id)
-        async for name in _with_turns(request.names):
-            try:
-                cache = store.get(name, monotonic(), caller.name)
-            except NotFound:
-                continue
-            store.delete(cache)
-        async for request_id in _with_turns(request.request_ids):
-            store.give_up(caller.name, request_id, monotonic())
+        async with self._turn_of(caller) as turn:
+            for place, request_id in enumerate(request.request_ids):
+                if not request_id:
+                    raise InvalidRequest(f"request_ids[{place}]", "the id of a request", "nothing")
+                _checked_id(f"request_ids[{place}]", request_id)
+                await turn.rest()
+            for name in request.names:
+                try:
+                    store.delete(store.get(name, monotonic(), caller.name))
+                except NotFound:
+                    continue
+                await turn.rest()
+            for request_id in request.request_ids:
+                store.give_up(caller.name, request_id, monotonic())
+                await turn.rest()
         return pb.CacheServiceDeleteResponse()
+
+    def _turn_of(self, caller: Caller) -> _Turn:
+        return _Turn(self._reading_turns.of(caller.share))
 
     def _append(self, caller: Caller, data: bytes) -> Append:
         return read_append(self._host, caller.name, data, self._limits)
@@ -185,16 +193,31 @@ class CacheService:
         return cache_named(self._host, name, caller.name, field)
 
 
-async def _with_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items, with turns of the event loop for others in between: there may be thousands, each with hundreds of
-    layers.
-    """
-    turn = perf_counter()
-    for item in items:
-        yield item
-        if perf_counter() - turn > TURN_SECONDS:
-            await asyncio.sleep(0)
-            turn = perf_counter()
+class _Turn:
+    """A caller's turn of the event loop, as if it were to read a message; for work that goes on from turn to turn."""
+
+    def __init__(self, turn: ReadingTurn) -> None:
+        self._turn = turn
+        self._begin = 0.0
+
+    async def __aenter__(self) -> _Turn:
+        if not self._turn.is_free:
+            await self._turn.wait()
+        self._turn.begin()
+        self._begin = perf_counter()
+        return self
+
+    async def rest(self) -> None:
+        """Lets the loop turn for others if the turn is over."""
+        seconds = perf_counter() - self._begin
+        if self._turn.is_over(seconds):
+            try:
+                await self._turn.pause(seconds)
+            finally:  # to wait is no work
+                self._begin = perf_counter()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._turn.end(perf_counter() - self._begin)
 
 
 def _check_count(field: str, count: int) -> None:

@@ -1,7 +1,8 @@
 """Unary calls that go through the engine, of whichever service: from the message to the reply.
 
 In: a way to read a request from a message. Out: the handler of an RPC. What a call holds is released when its reply has
-been sent, or when its caller has gone.
+been sent, or when its caller has gone. Messages are read in turns (`reading_turns.py`): most take microseconds, but one
+that names thousands of sequences, or layers of caches, takes milliseconds.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
 from attnserve_server.observability.metrics import Metrics, Operation
+from attnserve_server.observability.usage import Usage
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.fast_path import Answered, FastPath
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -26,11 +29,20 @@ ReadWhole: TypeAlias = Callable[[Caller, bytes], Work]
 """Reads a caller's request from a message. Raises RequestError."""
 
 
+class _Begun(NamedTuple):
+    """A call that has been submitted, its outcome, and its caller's usage."""
+
+    entry: Entry
+    outcomes: asyncio.Future[Outcome | RequestError]
+    usage: Usage
+
+
 class EngineCalls:
     """The unary calls through one engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, rpcs: Rpcs) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, rpcs: Rpcs, reading_turns: ReadingTurns) -> None:
         self._engine = engine
+        self._reading_turns = reading_turns
         self._metrics = metrics
         self._rpcs = rpcs
 
@@ -50,6 +62,26 @@ class EngineCalls:
 
     async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
+        share = received.caller.share
+        turn = self._reading_turns.of(share)
+        if not turn.is_free:
+            held = self._engine.hold(share, len(received.message))
+            try:
+                await turn.wait()
+            finally:
+                self._engine.release(held)
+        turn.begin()
+        begin = perf_counter()
+        try:
+            begun = self._begin(read, fast_path, received, begin)
+        finally:
+            turn.end(perf_counter() - begin)
+        return begun if isinstance(begun, bytes) else await self._reply(*begun)
+
+    def _begin(self, read: ReadWhole, fast_path: FastPath | None, received: Received, begin: float) -> bytes | _Begun:
+        """Reads the message of a call, from `begin` on. Returns the reply, if the fast path has one, or what has been
+        submitted. Raises RequestError.
+        """
         caller, message, arrival, timeout, trace = received
         learns, usage = False, self._metrics.usage.of(caller.name)
         if fast_path is not None and trace is None:
@@ -72,8 +104,12 @@ class EngineCalls:
                 outcomes.set_result(outcome)
 
         deadline = float("inf") if timeout is None else arrival + timeout
-        entry = Entry(request, reply, arrival, deadline, perf_counter() - arrival, caller.share, trace)
+        entry = Entry(request, reply, arrival, deadline, perf_counter() - begin, caller.share, trace)
         self._engine.submit(entry)
+        return _Begun(entry, outcomes, usage)
+
+    async def _reply(self, entry: Entry, outcomes: asyncio.Future[Outcome | RequestError], usage: Usage) -> bytes:
+        """The reply to a call that has been submitted. Raises RequestError."""
         try:
             outcome = await outcomes
         except asyncio.CancelledError:

@@ -1,11 +1,12 @@
 """Turns at reading messages, so that nobody keeps the event loop from others: neither a caller with many streams, nor
 many callers together.
 
-In: streams that have a message to read. Out: when they may. Messages are read for about `SLICE_SECONDS`, of whichever
-callers. Then the loop turns before more are read, for whoever needs little of it: a unary call takes ten turns or so,
-from the connection to the reply, and a new stream nearly as many.
+In: streams and calls that have a message to read. Out: when they may. Messages are read for about `SLICE_SECONDS`, of
+whichever callers. Then the loop turns before more are read, for whoever needs little of it: a unary call takes ten
+turns or so, from the connection to the reply, and a new stream nearly as many.
 
-Who reads next is the caller that has read least lately: all streams of one caller together get what one stream gets.
+Who reads next is the caller that has read least lately: all streams and calls of one caller together get what one
+stream gets.
 (By start times, as in `scheduling.fairness`.) No gRPC, no clock.
 """
 
@@ -25,6 +26,8 @@ beside callers who send tiny calls without end; and these had fewer, too. Half a
 """
 TURNS: Final = 3
 """How often the loop turns for each slice that was read: a message that is read as a whole may take several."""
+LONGEST_SECONDS: Final = 0.3
+"""No reading counts for more: it may have taken longer only because the process was suspended meanwhile."""
 CALLED: Final = 16
 """How many of those in line are called at a time, so that several with little to read are done in one turn of the loop.
 """
@@ -40,7 +43,9 @@ class _Place:
 
 
 class ReadingTurn:
-    """The turns of one caller. Its streams `wait` unless it `is_free`, `begin` to read a message, and `end` that."""
+    """The turns of one caller. Its streams, and its unary calls, `wait` unless it `is_free`, `begin` to read a message,
+    and `end` that.
+    """
 
     def __init__(self, turns: ReadingTurns) -> None:
         self._turns = turns
@@ -123,7 +128,7 @@ class ReadingTurns:
         """Calls `_turned`. There is one for as long as anybody is in line, or may not read."""
 
     def of(self, share: Hashable) -> ReadingTurn:
-        """The turns of one caller, for a stream of it to keep."""
+        """The turns of one caller, for a stream or a call of it to keep."""
         turn = self._by_share.get(share)
         if turn is None:
             turn = self._by_share[share] = ReadingTurn(self)
@@ -148,6 +153,7 @@ class ReadingTurns:
 
     def took(self, turn: ReadingTurn, seconds: float) -> None:
         """A caller has read for so long."""
+        seconds = min(seconds, LONGEST_SECONDS)
         turn.until += seconds
         self._spent += seconds
         if self.are_over(0.0):

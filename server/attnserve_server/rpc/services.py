@@ -102,6 +102,7 @@ class Services:
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
         endings = Endings(metrics, parts.refusals)
+        reading_turns = ReadingTurns()
         unread = UnreadReplies(config.max_unread_time or inf, callers, endings, UnusedMemory())
         rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread, parts.tracing)
         # With a grace of 0, a stream would end before its caller could leave it.
@@ -120,16 +121,16 @@ class Services:
             max_unanswered=max(1, config.max_requests // STREAM_SHARE),
             max_shared_bytes=SHARED_MESSAGES * config.max_bytes // config.max_requests,
             endings=endings,
-            reading_turns=ReadingTurns(),
+            reading_turns=reading_turns,
             tracing=parts.tracing,
             fast_path=_fast_path(config, parts),
             unread=unread,
         )
         info = server_info(config, parts.device, parts.limits, parts.caches.store).SerializeToString()
-        calls = EngineCalls(engine, metrics, rpcs)
+        calls = EngineCalls(engine, metrics, rpcs, reading_turns)
         self._attention = AttentionService(streams, calls, rpcs, info, config.max_caller_streams, stream_life)
         layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
-        caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits)
+        caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits, reading_turns)
         strangers_streams = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
         strangers_late = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
         strangers_messages = MessagesDue(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS, STRANGER_MESSAGE_S, strangers_late)

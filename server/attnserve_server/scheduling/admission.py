@@ -273,6 +273,16 @@ class Admission:
             usage.requests += requests
             usage.bytes += size
 
+    def hold(self, caller: Hashable, size: int) -> None:
+        """Counts in a request of a caller that is not read yet. There must be room (`check`)."""
+        own = self._callers.get(caller)
+        if own is None:
+            own = self._callers[caller] = InFlight()
+        self._told.clear()
+        for usage in (self._everybody, own):
+            usage.requests += 1
+            usage.bytes += size
+
     def recount(
         self, caller: Hashable, before: tuple[int, int], now: tuple[int, int], reply_bytes: int, kind: str
     ) -> None:

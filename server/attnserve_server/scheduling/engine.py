@@ -56,9 +56,7 @@ class Engine:
         self._max_wait = max_wait
         self._delivery = Delivery(metrics, tracing)
         self._loop = asyncio.get_running_loop()
-        self._pending = PendingRequests(
-            queue, admission, self._delivery, metrics, lambda: self._loop.call_soon(self._run_without_device)
-        )
+        self._pending = PendingRequests(queue, admission, self._delivery, metrics, self._run_without_device_after)
         self._deadlines = Deadlines(queue, admission)
         self._batch_times = BatchTimes(queue, admission.pace, self._deadlines)
         self._drop_due: asyncio.Handle | None = None
@@ -98,6 +96,15 @@ class Engine:
         """As `check`, but returns what the Overloaded would say: see `Admission.refusal`."""
         self.check_open()
         return self._admission.refusal(caller, size)
+
+    def hold(self, caller: Hashable, size: int) -> StillHeld:
+        """Counts a message of `size` bytes that waits to be read, as a request of its caller, until it is released.
+        Raises what `check` does.
+        """
+        self.check(caller, size)
+        self._admission.hold(caller, size)
+        self._idle.clear()
+        return StillHeld(caller, 1, size)
 
     def submit(self, entry: Entry) -> None:
         """Admits and queues a request, which runs once the loop has handed over what it has received. Raises what
@@ -306,6 +313,13 @@ class Engine:
         except Exception as bug:
             self._fail_by(bug)
         self._schedule()  # what has left may have made it the turn of others
+
+    def _run_without_device_after(self, turns: int) -> None:
+        """Has what has nothing to compute run once the loop has turned so often, and once more."""
+        if turns:
+            self._loop.call_soon(self._run_without_device_after, turns - 1)
+        else:
+            self._loop.call_soon(self._run_without_device)
 
     def _run_without_device(self) -> None:
         """Runs what has nothing to compute."""
