@@ -114,6 +114,22 @@ async def test_others_have_their_turns_while_caches_are_deleted(
         assert served.store.free_pages == CACHES
 
 
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("get", pb.CacheServiceDeleteRequest(names=["unknown"] * CACHES)),
+        ("give_up", pb.CacheServiceDeleteRequest(request_ids=[b"unknown"] * CACHES)),
+    ],
+)
+async def test_others_have_their_turns_while_what_is_not_there_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, method: str, request_: pb.CacheServiceDeleteRequest
+) -> None:
+    async with Served(monkeypatch, 1e-9) as served:
+        monkeypatch.setattr(CacheStore, method, served._recorded(getattr(CacheStore, method)))
+        await served.ask("Delete", request_, pb.CacheServiceDeleteResponse)
+        assert served.runs() == [1] * CACHES
+
+
 async def test_a_page_ends_at_about_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches may have any number of layers."""
     monkeypatch.setattr(cache_service, "MAX_PAGE_BYTES", 100)

@@ -5,6 +5,7 @@ answered at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from time import monotonic, perf_counter
 from typing import Final
 
@@ -135,10 +136,8 @@ class CacheService:
                 _checked_id(f"request_ids[{place}]", request_id)
                 await turn.rest()
             for name in request.names:
-                try:
+                with suppress(NotFound):
                     store.delete(store.get(name, monotonic(), caller.name))
-                except NotFound:
-                    continue
                 await turn.rest()
             for request_id in request.request_ids:
                 store.give_up(caller.name, request_id, monotonic())
