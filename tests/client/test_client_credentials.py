@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import certificates
+import numpy as np
 import pytest
 
-from attnserve import TLS, AsyncClient, Client, Token
+from attnserve import TLS, AsyncClient, Client, PermissionDeniedError, Token
 from attnserve._commands.cli import main
 from attnserve._commands.connection_flags import FLAGS
 from attnserve._settings.credentials import Bearer, is_local
@@ -51,8 +52,24 @@ def test_a_token_is_not_sent_in_the_clear_to_other_machines(client_class: Any) -
         with pytest.raises(ValueError, match=r"^token: example\.org:1 would get it unencrypted") as caught:
             client_class("example.org:1", token=token)
         assert SECRET not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^token: dns:///example\.org:1 would get it unencrypted"):
+        client_class("dns:///example.org:1", token=SECRET)
     client_class("example.org:1", token=SECRET, tls=TLS())
     client_class("example.org:1", token=Token(SECRET, plaintext=True))
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+async def test_a_token_is_not_sent_in_the_clear_to_a_server_that_was_looked_up(transport: Any) -> None:
+    def look_up() -> list[str]:
+        return ["attnserve.invalid:1"]
+
+    array = np.ones((1, 1), np.float32)
+    words = r"^token: attnserve\.invalid:1 would get it unencrypted"
+    with Client(look_up, token=SECRET, transport=transport) as client, pytest.raises(PermissionDeniedError, match=words):
+        client.attend(array, array, array)
+    with pytest.raises(PermissionDeniedError, match=words):
+        async with AsyncClient(look_up, token=SECRET, transport=transport):
+            pass
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])

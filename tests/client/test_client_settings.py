@@ -42,6 +42,7 @@ from attnserve import AsyncClient, Client, ClientClosedError, UnavailableError
         ("streams", "2"),
         ("streams", 1.5),
         ("refresh", 0),
+        ("refresh", math.inf),
         ("refresh", None),
         ("refresh", "often"),
         ("token", 3),
@@ -116,15 +117,28 @@ def test_the_callers_channel_options_win() -> None:
     assert options["grpc.max_receive_message_length"] == -1
 
 
+def test_channel_options_are_those_that_were_given() -> None:
+    """Whatever their list has later."""
+    given = [("grpc.own", 1)]
+    settings = settings_of("host:1", options=given)
+    given.clear()
+    assert dict(settings.channel_options("host:1"))["grpc.own"] == 1
+
+
 @pytest.mark.parametrize(("address", "milliseconds"), [("host:1", 5000), ("dns:///host:1", 1000)])
 def test_the_only_server_has_longer_to_connect_than_one_of_several(address: str, milliseconds: int) -> None:
     options = dict(settings_of(address).channel_options("10.0.0.1:1"))
     assert options["grpc.min_reconnect_backoff_ms"] == milliseconds
 
 
-@pytest.mark.parametrize(("given", "taken"), [(np.float32(3), 3.0), (7, 7.0), (1e300, None), (None, None)])
+@pytest.mark.parametrize(("given", "taken"), [(np.float32(3), 3.0), (7, 7.0), (0, 0.0), (1e300, None), (None, None)])
 def test_a_timeout_is_a_number_of_seconds(given: Any, taken: float | None) -> None:
     assert settings_of("host:1", timeout=given).timeout == taken
+
+
+def test_servers_may_be_looked_up_several_times_a_second() -> None:
+    with Client("localhost:1", refresh=0.25):
+        pass
 
 
 @pytest.mark.parametrize("client_class", [Client, AsyncClient])
