@@ -64,6 +64,10 @@ def with_an_error() -> list[str]:
     raise KeyError("replicas")
 
 
+def a_port_alone() -> Any:
+    return [8001]
+
+
 def nothing_at_all() -> Any:
     return None
 
@@ -74,6 +78,7 @@ def nothing_at_all() -> Any:
     [
         (without_a_port, "without_a_port: .*address: expected host:port"),
         (with_an_error, r"with_an_error: .* raised KeyError\('replicas'\)"),
+        (a_port_alone, "a_port_alone: .*address: expected host:port"),
         (nothing_at_all, "nothing_at_all: .* raised TypeError"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pytest
 from attnserve import TLS, AsyncClient, Client, PermissionDeniedError, Token
 from attnserve._commands.cli import main
 from attnserve._commands.connection_flags import FLAGS
-from attnserve._settings.credentials import Bearer, is_local
+from attnserve._settings.credentials import Bearer, Identity, is_local
 from attnserve_server.access.tokens import digest, format_hash
 
 if TYPE_CHECKING:
@@ -163,6 +164,47 @@ def test_a_token_in_a_file_is_read_again(tmp_path: Path) -> None:
     file.unlink()
     assert bearer.metadata == (("authorization", "Bearer the-second"),)
     assert Bearer(None).metadata == ()
+
+
+def test_a_file_of_which_no_token_can_be_made_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    for contents in ("ümlaut", "two words", ""):
+        file.write_text(contents, "utf-8")
+        with pytest.raises(ValueError, match=r"^token: expected visible ASCII characters, found "):
+            Bearer(Token(file=file))
+
+
+def test_certificates_are_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    authority = certificates.Authority(tmp_path)
+    files, successor = authority.issue("files"), authority.issue("successor")
+    identity = Identity(TLS(authority.ca, files.certificate, files.key))
+    old = identity.credentials
+
+    def changed(at: float) -> bool:
+        now[0] = at
+        return identity.changed()
+
+    key, certificate = files.key.read_bytes(), files.certificate.read_bytes()
+    files.key.write_bytes(successor.key.read_bytes())
+    files.certificate.write_bytes(successor.certificate.read_bytes())
+    assert not changed(100.9)
+    assert identity.credentials is old
+    assert changed(101.0)
+    new = identity.credentials
+    assert new is not old
+    assert not changed(102.0), "it is told once"
+    files.key.write_bytes(key)
+    assert not changed(103.0), "its certificate is not there yet"
+    files.key.unlink()
+    assert not changed(104.0)
+    assert identity.credentials is new
+    files.key.write_bytes(key)
+    files.certificate.write_bytes(certificate)
+    assert not changed(104.9)
+    assert changed(105.0)
+    assert identity.credentials is not new
 
 
 @pytest.fixture(scope="module")
