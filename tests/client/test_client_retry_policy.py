@@ -19,6 +19,7 @@ from attnserve._errors import error_from_status
 from attnserve._settings.retry import (
     BUDGET_ALWAYS,
     BUDGET_WINDOW_S,
+    NO_RETRIES,
     Again,
     Budget,
     RetryPolicy,
@@ -82,6 +83,7 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_says_and_twice_as_long_ev
     delays = [pause(after(policy, overloaded(0.05), attempts, 0.0, inf)) for attempts in (1, 2, 3)]
     assert delays == pytest.approx([0.05 * share, 0.1 * share, 0.2 * share])
     assert isinstance(after(policy, overloaded(0.05), 4, 0.0, inf), OverloadedError), "0.4 s is longer than any wait"
+    assert isinstance(after(policy, overloaded(0.0), 4, 0.0, inf), Again)
     assert isinstance(after(policy, overloaded(0.0), 5, 0.0, inf), OverloadedError), "four retries are enough"
     for told in (None, 0.0, 0.001):
         assert pause(after(policy, overloaded(told), 1, 0.0, inf)) == pytest.approx(0.01 * share)
@@ -99,6 +101,15 @@ def test_a_call_that_waits_for_room_does_so_twice_as_long_every_time_up_to_a_bou
     assert delays == pytest.approx([d * share for d in (0.05, 0.1, 0.2, 0.2, 0.2)])
     assert delay(0.5, 3) == pytest.approx(0.5 * share), "never sooner than it is told"
     assert delay(0.0, 1) == pytest.approx(0.01 * share)
+    assert policy.until_room(UnavailableError("gone"), 1, 0.0, inf) is None
+    assert RetryPolicy(0).until_room(error_from_status(overloaded(0.05)), 1, 0.0, inf) is None
+
+
+def test_every_answer_counts_for_new_calls_and_for_those_sent_again() -> None:
+    policy = RetryPolicy(1)
+    policy.answered(2, 0.0)
+    for budget in (policy.retried, policy.begun):
+        assert [budget.take(0.0) for _ in range(BUDGET_ALWAYS + 3)] == [True] * (BUDGET_ALWAYS + 2) + [False]
 
 
 def test_as_much_is_sent_again_as_has_been_answered_lately_and_a_little() -> None:
@@ -135,6 +146,15 @@ def test_no_retry_begins_at_the_deadline_or_later() -> None:
     for cause, delay in ((status(CODE.UNAVAILABLE), 0.5), (overloaded(2.0), 2.0)):
         assert pause(after(policy, cause, 1, 10.0, 10.01 + delay)) == delay
         assert isinstance(after(policy, cause, 1, 10.0, 10.0 + delay), UnavailableError | OverloadedError)
+    assert policy.delay(1, 9.9, 10.0, elsewhere=True) == 0.0
+    assert policy.delay(1, 10.0, 10.0, elsewhere=True) is None
+    full = error_from_status(overloaded(2.0))
+    assert policy.until_room(full, 1, 10.0, 12.01) == 2.0
+    assert policy.until_room(full, 1, 10.0, 12.0) is None
+
+
+def test_what_must_not_be_repeated_is_not() -> None:
+    assert NO_RETRIES.delay(1, 0.0, inf) is None
 
 
 def test_an_overload_that_does_not_pass_is_not_waited_for() -> None:
