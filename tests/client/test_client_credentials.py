@@ -66,8 +66,9 @@ async def test_a_token_is_not_sent_in_the_clear_to_a_server_that_was_looked_up(t
 
     array = np.ones((1, 1), np.float32)
     words = r"^token: attnserve\.invalid:1 would get it unencrypted"
-    with Client(look_up, token=SECRET, transport=transport) as client, pytest.raises(PermissionDeniedError, match=words):
-        client.attend(array, array, array)
+    with Client(look_up, token=SECRET, transport=transport) as client:
+        with pytest.raises(PermissionDeniedError, match=words):
+            client.attend(array, array, array)
     with pytest.raises(PermissionDeniedError, match=words):
         async with AsyncClient(look_up, token=SECRET, transport=transport):
             pass
