@@ -65,11 +65,10 @@ async def test_a_token_is_not_sent_in_the_clear_to_a_server_that_was_looked_up(t
         return ["attnserve.invalid:1"]
 
     array = np.ones((1, 1), np.float32)
-    words = r"^token: attnserve\.invalid:1 would get it unencrypted"
-    with Client(look_up, token=SECRET, transport=transport) as client:
-        with pytest.raises(PermissionDeniedError, match=words):
-            client.attend(array, array, array)
-    with pytest.raises(PermissionDeniedError, match=words):
+    refused = pytest.raises(PermissionDeniedError, match=r"^token: attnserve\.invalid:1 would get it unencrypted")
+    with Client(look_up, token=SECRET, transport=transport) as client, refused:
+        client.attend(array, array, array)
+    with refused:
         async with AsyncClient(look_up, token=SECRET, transport=transport):
             pass
 
