@@ -8,12 +8,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from multiplexed import refusal
 from peers import SERVICE, good, good_unary, peer
 
-from attnserve import AsyncClient, Client
+from attnserve import AsyncClient, Client, ProtocolError
 from attnserve._rpc import Rpc
 from attnserve._settings.retry import Again
+from attnserve._transports.unary import UnaryCall
 from attnserve.v1 import attention_pb2 as pb
 
 ARRAY = np.ones((1, 1), np.float32)
@@ -71,6 +73,28 @@ async def test_an_attempt_is_made_after_its_pause_and_no_sooner() -> None:
             begin = time.monotonic()
             await in_tasks._calls.ask(ASK, None, None, Again(PAUSE_S))
             assert time.monotonic() - begin >= PAUSE_S
+
+
+def test_what_a_signal_handler_raises_while_a_call_is_sent_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(call: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(UnaryCall, "connect", interrupted)
+    with Client("127.0.0.1:1", transport="unary") as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.submit(ARRAY, ARRAY, ARRAY)
+        assert not client._calls._unary._calls
+
+
+def test_what_goes_wrong_in_a_later_attempt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes it has no other way to say so."""
+
+    def wrong(call: object) -> None:
+        raise ValueError("nobody expects this")
+
+    monkeypatch.setattr(UnaryCall, "connect", wrong)
+    with Client("127.0.0.1:1") as client, pytest.raises(ProtocolError, match="nobody expects this"):
+        client._calls.ask(ASK, 1.0, None, Again(0.001))
 
 
 async def test_a_call_that_is_held_back_is_sent_after_its_pause_and_no_sooner() -> None:
