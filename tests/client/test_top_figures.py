@@ -173,6 +173,7 @@ def test_every_figure_is_shown(everything: Figures) -> None:
     shown = re.sub(" +", " ", text(everything, 160, (1.0, 2.0, 0.0)))
     for words in (
         "attnserve 1.2.3 on cuda:0, torch 2.13.0, draining, up 0:01:01",
+        "operation requests/s p50 p99 failed/s",
         "attend 50 500 ms 995 ms 3",
         "apply 10 2 s 2.98 s 0",
         "throughput 60 requests/s ▄█",
@@ -208,6 +209,8 @@ def test_every_figure_is_shown(everything: Figures) -> None:
         ({"flops": 1000.0}, " 1 kFLOP/s"),
         ({"flops": 1.5e15}, " 1.5 PFLOP/s"),
         ({"phases": {"queue": 9e-4, "compute": 0.0012}}, "phases queue 900 µs, compute 1.2 ms"),
+        ({"phases": {"queue": 1e-3, "compute": 1.0}}, "phases queue 1 ms, compute 1 s"),
+        ({"callers": {"ann": 9.0, "bob": 1.0}}, "callers ann 90%, bob 10% caches"),
         ({"rejected": {}}, "16 waiting"),
         ({"rejected": dict.fromkeys("abcd", 1.0)}, "refused a 1/s, b 1/s, c 1/s, d 1/s cancelled"),
         ({"rejected": dict.fromkeys("abcde", 1.0)}, "refused a 1/s, b 1/s, c 1/s, d 1/s, 1 more cancelled"),
@@ -232,6 +235,18 @@ def test_shares_are_of_what_there_is(everything: Figures) -> None:
     assert "············ 0 B of 0 B" in shown
     assert "work of" not in shown
     assert "············ 0% of the limit on requests" in shown
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, False), (1.5, True)])
+def test_a_batch_that_takes_more_than_a_second_is_told(everything: Figures, seconds: float, told: bool) -> None:
+    device = replace(everything.device, batch_seconds=seconds)
+    assert (f"the same batch for {seconds:g} s" in text(replace(everything, device=device), 160)) == told
+
+
+def test_the_first_line_has_the_address_on_the_left_and_the_server_on_the_right(everything: Figures) -> None:
+    line = text(everything, 120).splitlines()[0].rstrip()
+    assert re.fullmatch("host:8002 {30,}attnserve .* up 0:01:01", line)
+    assert len(line) >= 118
 
 
 @pytest.mark.parametrize(("state", "colour"), [("serving", 32), ("draining", 31)])
