@@ -29,10 +29,10 @@ def test_blocks_have_their_attentions_and_their_products(gated: bool) -> None:
     products = 2 * WIDTH * HIDDEN * (3 if gated else 2)
     encoder = Transformer(blocks=3, block=make.block(WIDTH, HEADS, feed_forward=feed_forward))
     each = ROWS * (4 * PROJECTION + products) + OWN_PAIRS * PAIR
-    assert cost_of(encoder, LENGTHS, None).flops == 3 * each
+    assert cost_of(encoder, LENGTHS, None) == (3 * each, 3 * each)
     decoder = Transformer(blocks=2, block=make.block(WIDTH, HEADS, crossed=True, feed_forward=feed_forward))
     crossed = ROWS * 2 * PROJECTION + KEYS * 2 * PROJECTION + PAIRS * PAIR
-    assert cost_of(decoder, LENGTHS, CONTEXTS).flops == 2 * (each + crossed)
+    assert cost_of(decoder, LENGTHS, CONTEXTS) == (2 * (each + crossed), 2 * (each + crossed))
 
 
 @pytest.mark.parametrize("value", [False, True])
@@ -93,3 +93,5 @@ def test_resident_keys_beyond_a_window_cost_nothing() -> None:
     stack = Transformer(blocks=2, block=make.block(self_attention=make.attention(causal=True, window=(9, 0))))
     costs = [resident_cost(stack, [3], [resident]).flops for resident in (1, 8, 9, 10, 10**6)]
     assert [cost / costs[0] for cost in costs] == [1, 8, 9, 9, 9]
+    itself = Transformer(blocks=2, block=make.block(self_attention=make.attention(causal=True, window=(0, 0))))
+    assert resident_cost(itself, [3], [10]) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import random_layers as make
@@ -16,7 +17,7 @@ from attnserve_server.devices.division import chunks
 from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
-from attnserve_server.layers.projection import Projection
+from attnserve_server.layers.projection import WIDTH, Linear, Projection
 from attnserve_server.layers.rows import Batch, multiple_of, padding_of
 from attnserve_server.layers.specification import Dtype
 
@@ -84,6 +85,7 @@ def test_every_sequence_is_in_one_stack_and_comes_back(requests: list[LayerInput
                 assert (stack.mask is not None) == (stack.kind.mask is not None)
                 seen.append(stack.kind)
         assert sorted(map(repr, seen)) == sorted(map(repr, kinds))
+        assert sum(each.pairs for each in stacks) == sum(each.query_length * each.kv_length for each in kinds)
         if not attention:  # for its first attention a batch makes only one call per kind
             assert len(stacks) == len(set(kinds))
 
@@ -180,3 +182,12 @@ def test_maps_side_by_side_are_each_map(dtype: Dtype, widths: tuple[int, ...]) -
         wanted = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
         torch.testing.assert_close(projected[:, columns].double(), wanted, rtol=0, atol=bound)
         assert columns.start * projected.itemsize % 32 == 0
+    whole = sum(math.ceil(width / WIDTH) * WIDTH for width in widths)
+    assert (projected.shape, together.width, together.row_flops) == ((32, whole), whole, 2 * 2 * WIDTH * whole)
+
+
+def test_a_map_costs_what_its_rows_are_padded_to() -> None:
+    weight, rows = make.random_rows(5, 21, 0), make.random_rows(3, 21, 1)
+    linear = Linear(weight, None, None)
+    assert linear.row_flops == 2 * 2 * WIDTH * 5
+    torch.testing.assert_close(linear(rows), rows @ weight.T, rtol=0, atol=1e-5)
