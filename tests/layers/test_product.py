@@ -34,6 +34,10 @@ PATHS: dict[str, Callable[[torch.dtype], bool]] = {
 }
 EVERY_PATH = pytest.mark.parametrize("path", PATHS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", make.DTYPES)
+ONEDNN = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")),
+    reason="this torch has no oneDNN",
+)
 PACKED = pytest.mark.skipif(not packs(torch.float32), reason="no weight is packed on this machine")
 
 FEW = settings(max_examples=max(12, settings().max_examples // 6))
@@ -189,6 +193,84 @@ def test_products_of_too_few_rows_for_all_threads_are_divided(
     device.close()
     np.testing.assert_allclose(result, rows @ weight.T + bias, rtol=0, atol=1e-4)
     assert found == helpers
+
+
+@ONEDNN
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_weight_is_multiplied_by_onednn(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another library would be chosen; it is not divided."""
+    monkeypatch.setattr(product, "packs", lambda dtype: True)
+    weight, bias = weight_and_bias(77, 48, "float32", biased)
+    rows = make.random_rows(40, 48, 3)
+    with torch.inference_mode():
+        multiply = product_of(weight, bias, None)
+        found = multiply(rows)
+    np.testing.assert_allclose(found, rows @ weight.T + (0 if bias is None else bias), rtol=0, atol=1e-5)
+    with pytest.raises(TypeError, match="for one product"):
+        multiply.part(slice(0, 16))
+
+
+@ONEDNN
+def test_onednn_generates_code_for_cheap_products_when_a_shape_is_first_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "packs", lambda dtype: True)
+    monkeypatch.setattr(product, "_generated", set())
+    monkeypatch.setattr(product, "GENERATION_FLOPS", 2 * 3 * ROWS * 32 * 48)
+    found: list[tuple[torch.Size, torch.dtype]] = []
+    monkeypatch.setattr(product._OneDnnProduct, "__call__", lambda _, rows: found.append((rows.shape, rows.dtype)))
+    wanted = [(torch.Size([count * ROWS, 48]), torch.float32) for count in (1, 2, 3)]
+    weight, bias = weight_and_bias(32, 48, "float32", True)
+    product_of(weight, bias, None)
+    assert found == wanted
+    product_of(weight + 1, bias, None)
+    assert found == wanted, "once for each shape"
+    product_of(weight, None, None)
+    assert found == 2 * wanted
+    monkeypatch.setattr(product, "GENERATION_FLOPS", 2 * MAX_ROWS * 16 * 48)
+    product_of(weight[:16], None, None)
+    assert [shape[0] for shape, _ in found[6:]] == [*range(ROWS, MAX_ROWS + 1, ROWS)]
+
+
+def test_a_weight_is_packed_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "packs", lambda dtype: True)
+    assert not product.divides(torch.zeros(16, 16), None)
+    assert product.divides(torch.zeros(16, 16, device="meta"), None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu"),
+    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float16, torch.float32)],
+)
+def test_torch_multiplies_a_limited_number_of_rows_on_a_cpu(
+    dtype: torch.dtype, on_cpu: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And there float16 as float32."""
+    monkeypatch.setattr(product, "packs", lambda dtype: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    found: list[int] = []
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found.append(len(rows))
+        assert rows.dtype == (on_cpu if rows.device.type == "cpu" else dtype)
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    monkeypatch.setattr(product, "linear", linear)
+    most = product.most_rows(dtype)
+    for device in ("cpu", "meta"):
+        multiply = product_of(torch.zeros(16, 16, dtype=dtype, device=device), None, None)
+        for count in (1, most, 2 * most + 1):
+            assert multiply(torch.zeros(count, 16, dtype=dtype, device=device)).shape == (count, 16)
+    assert found == [1, most, most, most, 1, 1, most, 2 * most + 1]
+
+
+def test_how_many_rows_torch_multiplies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured: in float32, float64, float16 and bfloat16."""
+    for capability, wanted in (
+        ("AVX512", [MAX_ROWS, 4 * ROWS, MAX_ROWS, 2 * ROWS]),
+        ("AVX2", [ROWS, ROWS, ROWS, 2 * ROWS]),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        dtypes = torch.float32, torch.float64, torch.float16, torch.bfloat16
+        assert [product.most_rows(dtype) for dtype in dtypes] == wanted
 
 
 @PACKED

@@ -18,6 +18,7 @@ from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
 from attnserve_server.layers.projection import WIDTH, Linear, Projection
+from attnserve_server.layers.product import divides
 from attnserve_server.layers.rows import Batch, multiple_of, padding_of
 from attnserve_server.layers.specification import Dtype
 
@@ -184,6 +185,11 @@ def test_maps_side_by_side_are_each_map(dtype: Dtype, widths: tuple[int, ...]) -
         assert columns.start * projected.itemsize % 32 == 0
     whole = sum(math.ceil(width / WIDTH) * WIDTH for width in widths)
     assert (projected.shape, together.width, together.row_flops) == ((32, whole), whole, 2 * 2 * WIDTH * whole)
+    if divides(weights[0], None):
+        for place, columns in enumerate(together.columns):
+            one = together.part(place, place + 1)
+            assert one(rows).shape == (32, math.ceil(widths[place] / WIDTH) * WIDTH) == (32, one.width)
+            torch.testing.assert_close(one(rows)[:, one.columns[0]], projected[:, columns], rtol=0, atol=bound)
 
 
 def test_a_map_costs_what_its_rows_are_padded_to() -> None:
