@@ -15,6 +15,7 @@ import torch
 from defined import MULTI_HEAD, PLAIN, SHAPES, TRANSFORMER, define, directory, one, wrong
 from safetensors.torch import save_file
 
+from attnserve_server.layers.architecture import parameters_of
 from attnserve_server.layers.checkpoint import load
 from attnserve_server.layers.definitions import examine, load_definitions
 from attnserve_server.layers.errors import NoSuchLayerError
@@ -213,6 +214,19 @@ def test_a_transformer_by_its_tensors(directory: Path) -> None:
     assert one(directory, "blocks = 2\n" + TRANSFORMER) == Transformer(blocks=2, block=block)
 
 
+def test_every_parameter_that_a_transformer_can_have() -> None:
+    attentions = [
+        f"{attention}.{map_}" for attention in ("self", "cross") for map_ in ("query", "key", "value", "output")
+    ]
+    maps = [*attentions, *(f"feed_forward.{map_}" for map_ in ("up", "gate", "down"))]
+    norms = [f"{part}.norm" for part in ("self", "cross", "feed_forward")]
+    tables = {f"embedding.{table}.weight" for table in ("token", "position", "segment")}
+    owners = [*(f"blocks.0.{owner}" for owner in maps + norms), "embedding.norm", "norm"]
+    found = parameters_of("transformer")
+    assert set(found) == tables | {f"{owner}.{name}" for owner in owners for name in ("weight", "bias")}
+    assert len(found) == len(set(found))
+
+
 def test_a_decoder_with_everything(directory: Path) -> None:
     options = """
     causal = true
@@ -314,6 +328,10 @@ def test_dtypes(directory: Path) -> None:
     (declared,) = define(directory, 'dtype = "bfloat16"\n' + both)
     assert declared.dtype == "bfloat16"
     assert declared.parameter_bytes() == 2 * declared.parameter_count() == 64
+    sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+    for dtype, size in sizes.items():
+        (declared,) = define(directory, f'dtype = "{dtype}"\n' + both)
+        assert declared.parameter_bytes() == size * 32
 
 
 def test_some_layers_of_a_file(directory: Path) -> None:

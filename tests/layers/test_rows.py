@@ -17,8 +17,8 @@ from attnserve_server.devices.division import chunks
 from attnserve_server.layers.attend import kinds_of
 from attnserve_server.layers.layer import LayerInput
 from attnserve_server.layers.options import LayerOptions
-from attnserve_server.layers.projection import WIDTH, Linear, Projection
 from attnserve_server.layers.product import divides
+from attnserve_server.layers.projection import WIDTH, Linear, Projection
 from attnserve_server.layers.rows import Batch, multiple_of, padding_of
 from attnserve_server.layers.specification import Dtype
 
