@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnserve_server.kernels.band import Band
-from attnserve_server.kernels.bias import LEAST_SCALE, alibi, positive_scale
+from attnserve_server.kernels.bias import LEAST_SCALE, add_sinks, alibi, positive_scale
 
 SLOPES = torch.tensor([0.5, -0.25, 0.0, 4.0])
 
@@ -44,3 +44,24 @@ def test_a_scale_is_made_positive_without_changing_scores(scale: float) -> None:
     scaled, positive = positive_scale(query, scale)
     assert positive >= LEAST_SCALE
     assert torch.equal(scaled * positive, query * scale)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 100])
+@pytest.mark.parametrize("each", [False, True], ids=["a sink for each head", "a sink for each row"])
+def test_a_sink_is_a_key_of_value_zero(length: int, each: bool) -> None:
+    """Also beside no other key; and a row's bits do not depend on its place."""
+    torch.manual_seed(0)
+    lse, output = torch.randn(1, 3, length), torch.randn(1, 3, length, 4)
+    lse[..., 0], output[..., 0, :] = -torch.inf, 0
+    sinks = torch.tensor([0.5, -torch.inf, 40.0])[None, :, None]
+    sinks = sinks.expand(lse.shape).contiguous() if each else sinks
+    found, total = add_sinks(output, lse, sinks)
+    exact = torch.logaddexp(lse.double(), sinks.double())
+    share = torch.exp(lse - exact).nan_to_num(0)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.double(), output * share.unsqueeze(-1), rtol=0, atol=1e-6)
+    for row in range(1, length, 7):
+        own = slice(row, row + 3)
+        some, of_some = add_sinks(output[:, :, own], lse[..., own], sinks[..., own] if each else sinks)
+        assert torch.equal(some, found[:, :, own])
+        assert torch.equal(of_some, total[..., own])
