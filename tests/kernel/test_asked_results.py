@@ -10,7 +10,7 @@ import torch
 from cases import Plan
 from kernel_calls import call_of
 
-from attnserve_server.kernels import attend, excluded_score, flash_cpu, widened, written_out
+from attnserve_server.kernels import AttentionResult, attend, excluded_score, flash_cpu, widened, written_out
 from attnserve_server.requests.options import ScoreStage
 
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -20,6 +20,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"window": (0, 0), "query_offset": 50}, flash_cpu.NAME),
     ({"window": (2, 2), "query_length": 600, "key_length": 300}, flash_cpu.NAME),
     ({"softcap": 2.0}, written_out.NAME),
+    ({"query_length": 1, "key_length": 1}, flash_cpu.NAME),
     ({"query_length": 0}, "none"),
     ({"key_length": 0, "sinks": True}, "none"),
 ]
@@ -46,6 +47,37 @@ def test_scores_are_there_if_they_were_asked_for(lengths: tuple[int, int], lse: 
     assert (result.lse is not None) == lse
     assert result.scores is not None
     assert result.scores.shape[2:] == lengths
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("asked", [False, True])
+def test_results_of_parts_are_joined(axis: int, asked: bool) -> None:
+    """Of sequences, heads or queries: what is suspect in a part of a sequence is suspect in all of it."""
+    output, lse, scores = torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2), torch.randn(2, 2, 2, 3)
+    suspect = torch.tensor([[False, True], [False, False]])
+    parts = [
+        AttentionResult(
+            output.narrow(axis, n, 1),
+            lse.narrow(axis, n, 1) if asked else None,
+            scores.narrow(axis, n, 1) if asked else None,
+            "some",
+            (suspect[0, n : n + 1] if axis == 0 else suspect[n]) if asked else None,
+        )
+        for n in (0, 1)
+    ]
+    joined = AttentionResult.joined(parts, axis)
+    assert torch.equal(joined.output, output)
+    assert joined.kernel == "some"
+    if asked:
+        assert joined.lse is not None
+        assert torch.equal(joined.lse, lse)
+        assert joined.scores is not None
+        assert torch.equal(joined.scores, scores)
+        assert joined.suspect is not None
+        assert joined.suspect.tolist() == [False, True]
+    else:
+        assert joined.lse is joined.scores is joined.suspect is None
+    assert AttentionResult.joined(parts[:1], axis) is parts[0]
 
 
 @pytest.mark.parametrize("stage", get_args(ScoreStage))

@@ -124,3 +124,13 @@ def test_the_first_blocks_without_a_window() -> None:
     """As many as transformers takes where a Qwen2 does not say."""
     for number, options in ((27, {}), (28, {"window": [3, 0]})):
         assert options_of({"sliding_window": 4, **QWEN2}, "llama", number) == (options, [])
+
+
+@pytest.mark.parametrize("value", ["1", -1, True, 1.5])
+def test_numbers_of_blocks_that_decide_on_windows(value: object) -> None:
+    config = {"sliding_window": 4, **QWEN2, "max_window_layers": value}
+    objection = "max_window_layers", "a whole number of at least 0", repr(value), "window"
+    assert options_of(config, "llama", 0) == options_of(config, "llama", None) == ({}, [objection])
+    config = {"sliding_window": 4, **QWEN2, "num_hidden_layers": value}
+    wrong = "num_hidden_layers", "a positive whole number", repr(value)
+    assert options_of(config, "llama", None) == ({}, [(*wrong, "blocks"), (*wrong, "window")])
