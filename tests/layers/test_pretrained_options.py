@@ -105,6 +105,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True}
         (QWEN2 | {"num_hidden_layers": 2, "max_window_layers": 0}, [True, True, True]),
         (QWEN2 | {"num_hidden_layers": 2, "max_window_layers": 1}, ["max_window_layers", False, True]),
         (QWEN2 | {"num_hidden_layers": 2, "max_window_layers": 2}, [False, False, False]),
+        (QWEN2 | {"num_hidden_layers": 2, "max_window_layers": 2, "layer_types": []}, [False, False, False]),
         (QWEN2 | {"num_hidden_layers": 1, "max_window_layers": 0}, [True, True, True]),
         (QWEN2 | {"num_hidden_layers": 28}, [False, False, False]),
         (QWEN2 | {"num_hidden_layers": 29}, ["max_window_layers", False, False]),
