@@ -29,7 +29,8 @@ def test_scores_may_be_beyond_float32(dtype: str, numbers: dict[str, Any], optio
 def test_queries_and_keys_may_take_scores_beyond_float32(dtype: str, options: dict[str, Any], sign: int) -> None:
     """Where all scores of a row are minus infinity in float32, its best key has all the weight nevertheless."""
     case = Plan(dtype=dtype, query_length=80, key_length=70, **options).case(4).beyond_float32(sign)
-    accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True)))
+    for finite in (False, True):
+        accuracy.check_beyond_float32(case, run(call_of(case, return_lse=True, finite=finite)))
 
 
 def test_a_softcap_does_not_hide_that_scores_are_beyond_float32() -> None:

@@ -348,7 +348,18 @@ def test_the_blocks_of_a_call_with_alibi_do_not_follow_its_heads() -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize(
-    "options", [{}, {"group": 3}, {"causal": True}, {"alibi": True, "sinks": True}, {"softcap": 2.0}]
+    "options",
+    [
+        {},
+        {"group": 3},
+        {"causal": True},
+        {"mask_shape": (7,)},
+        {"bias_shape": (7,)},
+        {"alibi": True},
+        {"sinks": True},
+        {"alibi": True, "sinks": True},
+        {"softcap": 2.0},
+    ],
 )
 def test_what_is_known_to_be_finite_has_the_same_bits(dtype: str, length: int, options: dict[str, Any]) -> None:
     call = call_of(Plan(dtype=dtype, query_length=length, **options).case(8), return_lse=True)
