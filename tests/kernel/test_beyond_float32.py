@@ -51,6 +51,30 @@ def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -
     accuracy.check(case, result)
 
 
+@pytest.mark.parametrize("length", [1, 80])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "bottom_right", "group": 3},
+        {"mask_shape": (70,), "bias_shape": (70,)},
+        {"window": (80, 3), "bias_shape": (2, 2, 1, 70), "sinks": True},
+        {"alibi": True, "causal": "bottom_right"},
+        {"scale": -0.25, "sinks": True},
+    ],
+    ids=str,
+)
+def test_ordinary_numbers_are_computed_once(
+    options: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written_out, "attend_heads", None)
+    case = Plan(query_length=length, key_length=70, **options).case(8)
+    for finite in (False, True):
+        result = run(call_of(case, return_lse=True, finite=finite))
+        assert result.kernel == flash_cpu.NAME
+        accuracy.check(case, result)
+
+
 @pytest.mark.parametrize("stage", oracle.STAGES)
 def test_half_precision_scores_that_leave_float32_on_the_way(stage: str) -> None:
     """The product of query and key is infinite in float32, the scaled score is a bfloat16."""
