@@ -24,6 +24,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"alibi": True, "bias_shape": (5, 7)}, written_out.NAME),
     ({"softcap": 2.0}, written_out.NAME),
     ({"query_length": 1, "key_length": 1}, flash_cpu.NAME),
+    ({"query_length": 1, "dtype": "bfloat16"}, flash_cpu.NAME),
+    ({"query_length": 1, "dtype": "float16", "sinks": True}, flash_cpu.NAME),
     ({"query_length": 0}, "none"),
     ({"key_length": 0, "sinks": True}, "none"),
 ]
@@ -37,6 +39,7 @@ def test_an_lse_is_there_if_it_was_asked_for(options: dict[str, Any], kernel: st
     result = attend(call)
     assert result.kernel == kernel
     assert result.scores is None
+    assert result.output.dtype == call.query.dtype
     assert (result.lse is not None) == lse
     assert result.lse is None or result.lse.shape == call.query.shape[:3]
 

@@ -58,6 +58,8 @@ def test_zeros_are_no_reason_to_compute_again(monkeypatch: pytest.MonkeyPatch) -
         {},
         {"causal": "bottom_right", "group": 3},
         {"mask_shape": (70,), "bias_shape": (70,)},
+        {"mask_shape": (70,), "group": 3},
+        {"bias_shape": (2, 6, 1, 70), "group": 3},
         {"window": (80, 3), "bias_shape": (2, 2, 1, 70), "sinks": True},
         {"alibi": True, "causal": "bottom_right"},
         {"scale": -0.25, "sinks": True},
