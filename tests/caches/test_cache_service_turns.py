@@ -41,7 +41,7 @@ class Served:
         for _ in range(CACHES):
             append(self.store, self.store.create(SHAPE, None, 0.0), 1)
         self._server = aio.server()
-        calls: Any = SimpleNamespace(handler=lambda operation, read: None)  # for what is not asked here
+        calls: Any = SimpleNamespace(handler=lambda operation, read, **_: None)  # for what is not asked here
         host = CacheHost(self.store, pages=None, address="")  # type: ignore[arg-type]
         rpcs = rpcs_of(new_metrics())
         CacheService(host, calls, rpcs, 0.0, LIMITS, ReadingTurns()).register(self._server)

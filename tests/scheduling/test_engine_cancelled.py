@@ -124,6 +124,7 @@ async def test_a_unary_call_that_is_cancelled_when_its_outcome_is_there_lets_go(
         engine_calls._answer(
             lambda _, whole: messages.read_request(whole, 0, len(whole)),
             None,
+            False,
             Received(anybody("here"), message, perf_counter(), None, None),
         )
     )

@@ -80,9 +80,9 @@ class CacheService:
             "List": answering("list", pb.CacheServiceListRequest, self._list, "use", one_at_a_time=True),
             "Delete": answering("delete", pb.CacheServiceDeleteRequest, self._delete, "use"),
             "Append": at_its_turn("append", self._append),
-            "Fork": at_its_turn("fork", self._fork),
+            "Fork": at_its_turn("fork", self._fork, in_turns=True),
             "Get": at_its_turn("get", self._get),
-            "Truncate": at_its_turn("truncate", self._truncate),
+            "Truncate": at_its_turn("truncate", self._truncate, in_turns=True),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CACHE_SERVICE_NAME, handlers),))
 

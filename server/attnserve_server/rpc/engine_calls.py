@@ -1,8 +1,8 @@
 """Unary calls that go through the engine, of whichever service: from the message to the reply.
 
 In: a way to read a request from a message. Out: the handler of an RPC. What a call holds is released when its reply has
-been sent, or when its caller has gone. Messages are read in turns (`reading_turns.py`): most take microseconds, but one
-that names thousands of sequences, or layers of caches, takes milliseconds.
+been sent, or when its caller has gone. Most messages take microseconds to read. But one that names thousands of
+sequences, or layers of caches, takes milliseconds, and then its caller's next ones wait (`reading_turns.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnserve_server.observability.usage import Usage
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.fast_path import Answered, FastPath
-from attnserve_server.rpc.reading_turns import ReadingTurns
+from attnserve_server.rpc.reading_turns import SLICE_SECONDS, ReadingTurns
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome
@@ -50,9 +50,14 @@ class EngineCalls:
         """Raises what any request would be refused with because the server is starting, ending or failed."""
         self._engine.check_open()
 
-    def handler(self, operation: Operation, read: ReadWhole, fast_path: FastPath | None = None) -> Handler:
-        """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer."""
-        answer = partial(self._answer, read, fast_path)
+    def handler(
+        self, operation: Operation, read: ReadWhole, fast_path: FastPath | None = None, *, in_turns: bool = False
+    ) -> Handler:
+        """The handler of a unary RPC whose requests go through the engine, unless the fast path has an answer. To read
+        one `in_turns` may take long: it waits until the loop has turned for others. Others wait only if one of their
+        caller's has just taken long.
+        """
+        answer = partial(self._answer, read, fast_path, in_turns)
         return self._rpcs.unary(operation, self._admit, answer)
 
     def _admit(self, caller: Caller) -> None:
@@ -60,22 +65,22 @@ class EngineCalls:
         caller.require("use")
         self._engine.check(caller.share, 0)
 
-    async def _answer(self, read: ReadWhole, fast_path: FastPath | None, received: Received) -> bytes:
+    async def _answer(self, read: ReadWhole, fast_path: FastPath | None, in_turns: bool, received: Received) -> bytes:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
         share = received.caller.share
         turn = self._reading_turns.of(share)
-        if not turn.is_free:
+        if not turn.is_free if in_turns else turn.is_ahead:
             held = self._engine.hold(share, len(received.message))
             try:
                 await turn.wait()
             finally:
                 self._engine.release(held)
-        turn.begin()
         begin = perf_counter()
         try:
             begun = self._begin(read, fast_path, received, begin)
         finally:
-            turn.end(perf_counter() - begin)
+            if (seconds := perf_counter() - begin) >= SLICE_SECONDS:
+                turn.read(seconds)
         return begun if isinstance(begun, bytes) else await self._reply(*begun)
 
     def _begin(self, read: ReadWhole, fast_path: FastPath | None, received: Received, begin: float) -> bytes | _Begun:

@@ -28,6 +28,8 @@ TURNS: Final = 3
 """How often the loop turns for each slice that was read: a message that is read as a whole may take several."""
 LONGEST_SECONDS: Final = 0.3
 """No reading counts for more: it may have taken longer only because the process was suspended meanwhile."""
+MOST_KEPT: Final = 64
+"""How many callers without streams are remembered, with what they have read."""
 CALLED: Final = 16
 """How many of those in line are called at a time, so that several with little to read are done in one turn of the loop.
 """
@@ -43,8 +45,8 @@ class _Place:
 
 
 class ReadingTurn:
-    """The turns of one caller. Its streams, and its unary calls, `wait` unless it `is_free`, `begin` to read a message,
-    and `end` that.
+    """The turns of one caller. Its streams `wait` unless it `is_free`, `begin` to read a message, and `end` that. Its
+    unary calls `wait` if it `is_ahead`; if they may take long, unless it `is_free`; and those that did are `read`.
     """
 
     def __init__(self, turns: ReadingTurns) -> None:
@@ -58,6 +60,17 @@ class ReadingTurn:
     def is_free(self) -> bool:
         """Whether a message that has arrived may be read at once."""
         return not (self._reading or self._line) and self._turns.lets_in(self)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it has had more of the loop than others, who are to have some now."""
+        return self.until > self._turns.now and not self.is_free
+
+    def read(self, seconds: float) -> None:
+        """A message has been read as a whole, without `begin` and `end`: the loop has not turned meanwhile."""
+        self._turns.begins(self)
+        self._turns.took(self, seconds)
+        self._turns.keep(self)
 
     def begin(self) -> None:
         """A message is being read from now on; `end` follows."""
@@ -122,8 +135,9 @@ class ReadingTurns:
         """How long messages have been read since the loop turned."""
         self._left = 0
         """How often the loop still has to turn before more are read."""
-        self._now = 0.0
+        self.now = 0.0
         """Virtual time: the start of whoever began last."""
+        self._kept: deque[ReadingTurn] = deque(maxlen=MOST_KEPT)
         self._next: asyncio.Handle | None = None
         """Calls `_turned`. There is one for as long as anybody is in line, or may not read."""
 
@@ -141,11 +155,15 @@ class ReadingTurns:
 
     def lets_in(self, turn: ReadingTurn) -> bool:
         """Whether a caller who is not in line may read at once: not if it has read more than those who are."""
-        return self.are_open and (not self._waiting or turn.until <= self._now)
+        return self.are_open and (not self._waiting or turn.until <= self.now)
 
     def begins(self, turn: ReadingTurn) -> None:
         """A caller begins to read."""
-        turn.until = self._now = max(turn.until, self._now)
+        turn.until = self.now = max(turn.until, self.now)
+
+    def keep(self, turn: ReadingTurn) -> None:
+        """Remembers a caller for a while, though it may have no stream."""
+        self._kept.append(turn)
 
     def are_over(self, seconds: float) -> bool:
         """Whether the loop has to turn once somebody has read for so long, beside what others read before."""
