@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from time import perf_counter
 
 import messages
@@ -128,6 +129,16 @@ async def test_after_a_message_that_took_long_the_callers_next_ones_wait(calls: 
     for task in (slow, *others):
         assert await task
     assert calls.read == 3
+
+
+async def test_that_is_remembered_when_the_call_has_ended(calls: Calls) -> None:
+    await calls.turn((SLICES + 1) * TURNS)
+    assert await calls.call(seconds=SLICES * SLICE_SECONDS, in_turns=False)
+    gc.collect()
+    again = calls.call(in_turns=False)
+    await calls.turn(2)
+    assert calls.read == 1
+    assert await again
 
 
 async def test_after_messages_that_took_little_nobody_waits(calls: Calls) -> None:

@@ -69,7 +69,8 @@ class EngineCalls:
         """The reply to a unary call, which is released when it has been sent. Raises RequestError."""
         share = received.caller.share
         turn = self._reading_turns.of(share)
-        if not turn.is_free if in_turns else turn.is_ahead:
+        must_wait = not turn.is_free if in_turns else turn.is_ahead
+        if must_wait:
             held = self._engine.hold(share, len(received.message))
             try:
                 await turn.wait()
@@ -79,7 +80,8 @@ class EngineCalls:
         try:
             begun = self._begin(read, fast_path, received, begin)
         finally:
-            if (seconds := perf_counter() - begin) >= SLICE_SECONDS:
+            seconds = perf_counter() - begin
+            if seconds >= SLICE_SECONDS:  # most take so little that to count it would take longer
                 turn.read(seconds)
         return begun if isinstance(begun, bytes) else await self._reply(*begun)
 
