@@ -2,9 +2,8 @@
 
 In: a size. Out: an array, for which Linux is asked for pages of 2 MiB instead of 4 KiB. The address of each page that
 is read has to be translated, twice on a virtual machine. A processor remembers the translations of a few thousand
-pages: in small pages, these are a few MiB. `python -m benchmarks --workloads D64` reads 512 MiB in each step. And to
-give a GiB back to the system takes some 50 ms in small pages, ten times as long as in huge ones. Python's lock is held
-meanwhile, so that nobody is served.
+pages: in small pages, these are a few MiB. `python -m benchmarks --workloads D64` reads 512 MiB in each step. And
+small pages take many times as long to give back to the system, with Python's lock held, so that nobody is served.
 """
 
 from __future__ import annotations

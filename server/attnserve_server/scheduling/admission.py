@@ -264,23 +264,19 @@ class Admission:
 
     def admit_computed(self, caller: Hashable, size: int, requests: int) -> None:
         """Counts in requests of a caller for which there is room, already computed, of `size` bytes together."""
+        self._queue_stands = False
+        self.hold(caller, size, requests)
+
+    def hold(self, caller: Hashable, size: int, requests: int) -> None:
+        """Counts in requests of a caller for which there is room, of `size` bytes together, and not what computing them
+        takes: that is over, or not known yet.
+        """
         own = self._callers.get(caller)
         if own is None:
             own = self._callers[caller] = InFlight()
-        self._queue_stands = False
         self._told.clear()
         for usage in (self._everybody, own):
             usage.requests += requests
-            usage.bytes += size
-
-    def hold(self, caller: Hashable, size: int) -> None:
-        """Counts in a request of a caller that is not read yet. There must be room (`check`)."""
-        own = self._callers.get(caller)
-        if own is None:
-            own = self._callers[caller] = InFlight()
-        self._told.clear()
-        for usage in (self._everybody, own):
-            usage.requests += 1
             usage.bytes += size
 
     def recount(

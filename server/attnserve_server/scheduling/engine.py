@@ -102,7 +102,7 @@ class Engine:
         Raises what `check` does.
         """
         self.check(caller, size)
-        self._admission.hold(caller, size)
+        self._admission.hold(caller, size, 1)
         self._idle.clear()
         return StillHeld(caller, 1, size)
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 RUN_SECONDS: Final = 0.001
 """About how long requests that have nothing to compute run before the loop turns to others."""
 TURNS: Final = 10
-"""How often it turns for each `RUN_SECONDS` that they ran: so many a unary call takes. With three, gRPC cancelled twice
-as many of a thousand calls that came at once, since they had not begun in time.
+"""How often it turns for each `RUN_SECONDS` that they ran: about as often as a unary call needs. RPCs that come
+meanwhile must begin in time, or gRPC cancels them.
 """
 LONGEST_SECONDS: Final = 0.3
 """No run counts for more: it may have taken longer only because the process was suspended meanwhile."""
