@@ -131,6 +131,19 @@ async def test_after_a_message_that_took_long_the_callers_next_ones_wait(calls: 
     assert calls.read == 3
 
 
+async def test_one_that_takes_less_meanwhile_does_not_shorten_that(calls: Calls) -> None:
+    await calls.turn((SLICES + 1) * TURNS)
+    tasks = [calls.call("slow", SLICES * SLICE_SECONDS, in_turns=False)]
+    await calls.turn(2)
+    tasks.append(calls.call("other", 2 * SLICE_SECONDS, in_turns=False))
+    await calls.turn(1)
+    tasks.append(calls.call("slow", in_turns=False))
+    await calls.turn(SLICES * TURNS - 6)
+    assert calls.read == 2
+    for task in tasks:
+        assert await task
+
+
 async def test_that_is_remembered_when_the_call_has_ended(calls: Calls) -> None:
     await calls.turn((SLICES + 1) * TURNS)
     assert await calls.call(seconds=SLICES * SLICE_SECONDS, in_turns=False)

@@ -175,7 +175,7 @@ class ReadingTurns:
         turn.until += seconds
         self._spent += seconds
         if self.are_over(0.0):
-            self._left = max(1, int(TURNS * self._spent / SLICE_SECONDS))
+            self._left = max(1, self._left, int(TURNS * self._spent / SLICE_SECONDS))
         # Little counts on when the loop has turned, which costs less than to take note of each turn.
         if self._spent > SLICE_SECONDS / 8:
             self._go_on()
