@@ -35,7 +35,7 @@ AUTOSCALINGS = ("autoscaling", "autoscaling-keda")
 
 PROCESS_BYTES = 300 << 20
 """Memory of a server without its cache pool, measured after start on a CPU."""
-LAYER_BYTES = 270
+LAYER_BYTES = 130
 """What a layer of a cache takes outside the pool."""
 COPIES = 3
 """The most memory seen in use by a large request as it arrives, in multiples of its size: gRPC holds it in pieces, then

@@ -92,8 +92,9 @@ class CacheLayer:
         """
         self.promised = 0
         """Free pages promised to the changes that wait."""
-        # The changes that wait; the tokens that the appends among them have, and how many are no appends.
-        self._line: list[Change] = []  # short: a deque allocates room for many from the start
+        # The changes that wait; the tokens that the appends among them have, and how many are no appends. Immutable: the
+        # empty line takes no memory, and gives the garbage collector nothing to look at.
+        self._line: tuple[Change, ...] = ()
         self._to_append = 0
         self._others = 0
 
@@ -126,15 +127,13 @@ class CacheLayer:
 
     def wait(self, change: Change, first: bool = False) -> None:
         """Queues a change, behind all others or before them."""
-        if first:
-            self._line.insert(0, change)
-        else:
-            self._line.append(change)
+        self._line = (change, *self._line) if first else (*self._line, change)
         self._count(change, 1)
 
     def wait_no_more(self, change: Change) -> None:
         """Takes a change out of the queue: its turn has come, or never will."""
-        self._line.remove(change)
+        at = self._line.index(change)
+        self._line = self._line[:at] + self._line[at + 1 :]
         self._count(change, -1)
 
     @property

@@ -246,7 +246,7 @@ class Config:
     )
     max_caches: int = _setting(kinds.count(), 10_000, "The most open caches.")
     max_cache_layers: int = _setting(
-        kinds.count(), 256, "The most layers of a cache: each takes 180 bytes outside the pool, even when empty."
+        kinds.count(), 256, "The most layers of a cache: each takes some 125 bytes outside the pool, even when empty."
     )
     max_layers: int = _setting(kinds.count(), 1024, "The most loaded layers.")
     layers: str = _setting(
