@@ -81,8 +81,8 @@ async def test_formats_are_few_whatever_is_asked_for(monkeypatch: pytest.MonkeyP
     """Each gets what its own request would have."""
     monkeypatch.setattr(pages, "SAVED", 1)
     monkeypatch.setattr(pages, "EVERY_S", 1e-3)
-    registry = new_metrics().registry
-    rendered: list[bytes] = []
+    registry, readings = new_metrics().registry, Readings()
+    registry.register(readings)
     served = Pages(registry)
     escapings = [f";escaping={each}" for each in ("underscores", "allow-utf-8", "dots", "values", "odd")]
     kinds = [
@@ -94,16 +94,8 @@ async def test_formats_are_few_whatever_is_asked_for(monkeypatch: pytest.MonkeyP
         for version in versions.split()
     ]
     chosen = [choose_encoder(kind + escaping) for kind in kinds for escaping in ["", *escapings]]
-
-    def noting(encode: pages.Encode) -> pages.Encode:
-        def note(registry: CollectorRegistry) -> bytes:
-            rendered.append(encode(registry))
-            return rendered[-1]
-
-        return note
-
-    got = await asyncio.gather(*(served.page(content_type, noting(encode)) for encode, content_type in chosen))
-    assert len(rendered) == 6
+    got = await asyncio.gather(*(served.page(content_type, encode) for encode, content_type in chosen))
+    assert readings.count == 6
     for (encode, _), page in zip(chosen, got, strict=True):
         assert page is not None
         assert lasting(page) == lasting(encode(registry))
@@ -111,4 +103,86 @@ async def test_formats_are_few_whatever_is_asked_for(monkeypatch: pytest.MonkeyP
 
 def lasting(page: bytes) -> list[str]:
     """The lines of a page that another has, too: not those about the process, which change."""
-    return [line for line in page.decode().splitlines() if "process_" not in line]
+    changing = tuple(f"{escaped}{name}" for name in ("process_", "readings ") for escaped in ("", "U__"))
+    return [line for line in page.decode().splitlines() if not line.startswith(changing)]
+
+
+class Large(Collector):
+    """Metrics with one sample, with many, and with none."""
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for count in (1, 2 * pages.PIECE + 1, 0, pages.PIECE):
+            metric = GaugeMetricFamily(f"with_{count}", f"There are {count}.", labels=["number"])
+            for number in range(count):
+                metric.add_metric([str(number)], number)
+            yield metric
+
+
+PIECES = 1 + 3 + 1 + 1
+"""How many pieces `Large` is encoded in."""
+
+
+@pytest.mark.parametrize("accepted", ["text/plain", "application/openmetrics-text;version=1.0.0"])
+@pytest.mark.parametrize(("slice_seconds", "pauses"), [(0.0, PIECES), (1e6, 0)])
+async def test_while_a_page_is_rendered_the_loop_turns(
+    monkeypatch: pytest.MonkeyPatch, accepted: str, slice_seconds: float, pauses: int
+) -> None:
+    """After each slice, and no more than that. The page is what it would be in one piece."""
+    monkeypatch.setattr(pages, "SLICE_SECONDS", slice_seconds)
+    registry = CollectorRegistry()
+    registry.register(Large())
+    encode, content_type = choose_encoder(accepted)
+    turns = 0
+
+    async def turning() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(turning())
+    page = await Pages(registry).page(content_type, encode)
+    other.cancel()
+    assert page == encode(registry)
+    around = 5  # until it begins, and from its end to here
+    assert pauses * pages.TURNS <= turns <= pauses * pages.TURNS + around
+
+
+class Broken(Collector):
+    """Metrics that cannot be read."""
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily("first", "Readable.", value=1)
+        raise RuntimeError("the device does not say")
+
+
+async def test_without_readings_there_is_no_page_but_there_may_be_a_later_one(
+    readings: Readings, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken()
+    readings.registry.register(broken)
+    served = Pages(readings.registry)
+    assert await served.page("text/plain", generate_latest) is None
+    assert "the metrics could not be read" in caplog.text
+    readings.registry.unregister(broken)
+    page = await served.page("text/plain", generate_latest)
+    assert page is not None
+    assert page.decode().endswith("\nreadings 2.0\n")
+
+
+async def test_after_the_end_nothing_is_rendered(readings: Readings) -> None:
+    """Neither what waits for its time nor the rest of what has begun."""
+    served = Pages(readings.registry)
+    asked = asyncio.create_task(served.page("text/plain", generate_latest))
+    await asyncio.sleep(0)
+    served.close()
+    done, _ = await asyncio.wait([asked], timeout=2 * CLOSE_S)
+    assert not done
+    assert readings.count == 0
+    asked.cancel()

@@ -92,8 +92,8 @@ class CacheLayer:
         """
         self.promised = 0
         """Free pages promised to the changes that wait."""
-        # The changes that wait; the tokens that the appends among them have, and how many are no appends. Immutable: the
-        # empty line takes no memory, and gives the garbage collector nothing to look at.
+        # The changes that wait; the tokens that the appends among them have, and how many are no appends. It is no
+        # list: an empty one in each layer took memory, and the garbage collector's time.
         self._line: tuple[Change, ...] = ()
         self._to_append = 0
         self._others = 0

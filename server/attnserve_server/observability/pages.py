@@ -1,28 +1,40 @@
 """Renders the pages of `/metrics`: in the long run two a second, however many are asked for.
 
 In: requests for a page, each in a format. Out: the page, rendered after the request came. Whoever reaches the HTTP port
-may ask, and a page takes milliseconds of the event loop. So one page is rendered at a time, for all who wait for its
-format; and once the pages that were saved up are used up, requests wait until it is time for the next page.
+may ask, and a page takes tens of milliseconds of the event loop. So one page is rendered at a time, for all who wait
+for its format; and once the pages that were saved up are used up, requests wait until it is time for the next page.
+
+A page is rendered in pieces, and after about `SLICE_SECONDS` the loop turns for others before there are more. So its
+metrics are not all of one moment, as they never are of several servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from time import monotonic
+from collections.abc import Callable, Iterator
+from copy import copy
+from time import monotonic, perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 EVERY_S: Final = 0.5
 """The time between two pages in the long run, in seconds."""
 SAVED: Final = 60
 """How many pages may be rendered one right after the other, if few were lately: tools ask a few times in a row, or
-until something changes. So many take some tenths of a second of the event loop.
+until something changes.
 """
+SLICE_SECONDS: Final = 0.001
+"""About how long a page is rendered before the loop turns for others."""
+TURNS: Final = 10
+"""How often it turns then: about as often as a unary call needs."""
+PIECE: Final = 50
+"""The most samples that are encoded at once: some take 20 µs each."""
 
-Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
+Encode: TypeAlias = Callable[[Collector], bytes]
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +59,8 @@ class Pages:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._wanted: dict[Format, tuple[Encode, asyncio.Future[bytes | None]]] = {}
-        self._next: asyncio.TimerHandle | None = None
+        self._renders: asyncio.Task[None] | None = None
+        """Renders all pages that are wanted, if any are."""
         self._spent_until = 0.0
         """When all pages so far would have been rendered if each had taken its `EVERY_S`."""
 
@@ -56,28 +69,62 @@ class Pages:
         form = Format.of(content_type)
         if form not in self._wanted:
             self._wanted[form] = (encode, asyncio.get_running_loop().create_future())
-            if self._next is None:
-                self._plan()
+            if self._renders is None:
+                self._renders = asyncio.create_task(self._render_all())
         return await asyncio.shield(self._wanted[form][1])  # which others may wait for
 
     def close(self) -> None:
         """Renders nothing any more."""
-        if self._next is not None:
-            self._next.cancel()
+        if self._renders is not None:
+            self._renders.cancel()
 
-    def _plan(self) -> None:
-        wait = self._spent_until - (SAVED - 1) * EVERY_S - monotonic()
-        self._next = asyncio.get_running_loop().call_later(max(0.0, wait), self._render)
+    async def _render_all(self) -> None:
+        while self._wanted:
+            await asyncio.sleep(self._spent_until - (SAVED - 1) * EVERY_S - monotonic())
+            encode, rendered = self._wanted.pop(next(iter(self._wanted)))
+            self._spent_until = max(self._spent_until, monotonic()) + EVERY_S
+            page = None
+            try:
+                page = await _rendered(self._registry, encode)
+            except Exception:  # reading a gauge may fail in ways particular to its device
+                logger.exception("the metrics could not be read")
+            rendered.set_result(page)
+        self._renders = None
 
-    def _render(self) -> None:
-        encode, rendered = self._wanted.pop(next(iter(self._wanted)))
-        self._next = None
-        self._spent_until = max(self._spent_until, monotonic()) + EVERY_S
-        page = None
-        try:
-            page = encode(self._registry)
-        except Exception:  # reading a gauge may fail in ways particular to its device
-            logger.exception("the metrics could not be read")
-        rendered.set_result(page)
-        if self._wanted:
-            self._plan()
+
+class _Piece(Collector):
+    """One metric, or some samples of it."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> tuple[Metric]:
+        """That metric."""
+        return (self._metric,)
+
+
+async def _rendered(registry: Collector, encode: Encode) -> bytes:
+    """A page of a registry, as `encode` would make it, while the loop turns in between."""
+    end = encode(CollectorRegistry())
+    page = bytearray()
+    begin = perf_counter()
+    for metric in registry.collect():
+        for piece in _encoded(metric, encode, end):
+            page += piece
+            if perf_counter() - begin >= SLICE_SECONDS:
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+                begin = perf_counter()
+    return bytes(page) + end
+
+
+def _encoded(metric: Metric, encode: Encode, end: bytes) -> Iterator[bytes]:
+    """A metric as `encode` makes it, in pieces, without the end of the page."""
+    samples, head = metric.samples, b""
+    for first in range(0, max(1, len(samples)), PIECE):
+        piece = copy(metric)
+        piece.samples = samples[first : first + PIECE]
+        yield encode(_Piece(piece)).removesuffix(end).removeprefix(head)
+        if not first and len(samples) > PIECE:
+            piece.samples = []
+            head = encode(_Piece(piece)).removesuffix(end)
