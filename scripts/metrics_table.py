@@ -69,7 +69,7 @@ def registry() -> CollectorRegistry:
         scraped.certificate(_zero),
         scraped.log(_zero),
     )
-    metrics.watch_caches(CacheStore(0, 4096, 1, 1))
+    metrics.watch_caches(CacheStore(0, 4096, 1, 1), lambda: None)
     metrics.usage.of(_ANY)
     metrics.kernels({_ANY: 0})
     metrics.layers({_ANY: 0})

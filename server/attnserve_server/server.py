@@ -77,7 +77,7 @@ class Server:
         self._watchdog = Watchdog(self.engine, config.stuck_after) if config.stuck_after else None
         self.registry = Registry(self.device, _model_directory(config), self.metrics.layers, config.max_layers)
         self.caches = open_caches(config, self.device)
-        self.metrics.watch_caches(self.caches.store)
+        self.metrics.watch_caches(self.caches.store, self.caches.expiry.look)
         self.limits = RequestLimits(
             max_rank=config.max_rank,
             max_elements=config.max_elements,

@@ -376,7 +376,7 @@ class StoreMachine(World, RuleBasedStateMachine):
         assert self.store.shared_bytes_saved == (held.total() - len(held)) * PAGE_BYTES
         assert self.store.tokens == sum(len(tokens) for model in self.models for tokens in model.tokens)
         pages = sum(len(layer) for model in self.models for layer in model.cache.layers)
-        assert sum(self.store.bytes_of_owners(-1.0).values()) == pages * PAGE_BYTES
+        assert sum(self.store.bytes_of_owners().values()) == pages * PAGE_BYTES
         assert len(self.store) == len(self.present()) <= MAX_CACHES
 
     @invariant()

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from stores import PAGE_BYTES, append, store_of
 
 from attnserve._commands.reading import Reading
+from attnserve_server.caches.expiry import Expiry
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import RequestError
 from attnserve_server.observability import metrics as declared
@@ -234,7 +235,7 @@ def test_what_the_caches_of_callers_hold_is_read_by_their_names(metrics: Metrics
     """When their leases have ended, nothing."""
     store = store_of(100, 10, page_bytes=4096)
     now = 0.0
-    metrics.watch_caches(store, lambda: now)
+    metrics.watch_caches(store, Expiry(store, lambda: now).look)
     shape = CacheShape(1, 16, 16, 1, "float32")
     for owner, pages in (("search", 3), ("search", 1), ("idle", 0), (None, 2)):
         cache = store.create(shape, 10.0, now, owner)
@@ -271,7 +272,7 @@ def test_two_servers_share_nothing(metrics: Metrics) -> None:
 
 
 def test_names_follow_the_conventions(metrics: Metrics) -> None:
-    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12))
+    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12), lambda: None)
     families = list(parse_text(generate_latest(metrics.registry).decode()))
     assert len(families) > 20
     for family in families:
@@ -284,7 +285,7 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
 def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
     metrics.phases((1e-5, 2e-5, 3e-5, 4e-5, 5e-5))
     metrics.batch(1, 1e6, 16, 0.0, {"flash": 1})
-    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12))
+    metrics.watch_caches(store_of(256, 10, page_bytes=1 << 12), lambda: None)
     encode, content_type = choose_encoder("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     families = {family.name: family for family in parse_openmetrics(encode(metrics.registry).decode())}
@@ -300,7 +301,7 @@ def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
-    metrics.watch_caches(store, lambda: now)
+    metrics.watch_caches(store, Expiry(store, lambda: now).look)
 
     def read(name: str, **labels: str) -> float:
         return value(metrics, f"attnserve_{name}", **labels)
@@ -335,7 +336,7 @@ def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
 
 def test_what_happens_to_caches_is_counted_by_kind(metrics: Metrics) -> None:
     store = store_of(100)
-    metrics.watch_caches(store, lambda: 0.0)
+    metrics.watch_caches(store, lambda: None)
     caches = [store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=None, now=0.0) for _ in range(6)]
     forks = [store.fork_one(caches[0], None, 0.0) for _ in range(5)]
     for cache in caches[:4]:
@@ -353,7 +354,7 @@ def test_what_happens_to_caches_is_counted_by_kind(metrics: Metrics) -> None:
 def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
-    metrics.watch_caches(store, lambda: now)
+    metrics.watch_caches(store, Expiry(store, lambda: now).look)
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=now)
     reservation = store.reserve([(cache, 0, 4)], now)
     store.place(reservation, now)

@@ -89,20 +89,20 @@ class Register:
 
     def list(self, owner: str | None, now: float, after: int = 0) -> Sequence[Cache]:
         """The caches of an owner with numbers above `after`, by the time of their creation."""
-        self.expire(now)
-        return [cache for cache in self._caches.values() if cache.owner == owner and cache.number > after]
+        owned = (cache for cache in self._caches.values() if cache.owner == owner and cache.number > after)
+        return [cache for cache in owned if not cache.expired(now)]
 
-    def bytes_of_owners(self, now: float) -> Mapping[Hashable, int]:
+    def bytes_of_owners(self) -> Mapping[Hashable, int]:
         """The bytes of the caches of every owner that has any, until they are freed; what they share counts for each.
         Takes no longer for many caches.
         """
-        self.expire(now)
         return {owner: pages * self.page_bytes for owner, pages in self._pages.items()}
 
-    def expire(self, now: float) -> None:
-        """Evicts every cache whose lease has ended. Nothing depends on this, but it frees their pages sooner."""
-        while self._evict_oldest(now, "lease"):
-            pass
+    def expire(self, now: float) -> bool:
+        """Evicts the cache whose lease ended first. Returns whether there was one whose lease has ended. Nothing
+        depends on this, but it frees pages sooner.
+        """
+        return self._evict_oldest(now, "lease")
 
     def delete(self, cache: Cache) -> None:
         """Deletes the cache: for callers at once; its pages are freed when nothing holds it any more."""

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from attnserve_server.caches.cache import Cache
+from attnserve_server.caches.expiry import Expiry
 from attnserve_server.caches.layer import Placement
 from attnserve_server.caches.reservation import Reservation
 from attnserve_server.caches.store import CacheStore
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from attnserve_server.caches.pages import PagePool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CacheHost:
     """The caches of one server: `store` decides, `pages` holds the bytes."""
 
@@ -32,6 +33,10 @@ class CacheHost:
     pages: PagePool
     address: str
     """The address of this particular server; empty where it is not configured."""
+    expiry: Expiry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expiry = Expiry(self.store)
 
 
 class Use(NamedTuple):

@@ -10,7 +10,6 @@ whose labels are resolved once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from time import monotonic
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
@@ -256,14 +255,19 @@ class Metrics:
         """Says where it is read what every caller has in flight: by its name, or by anything else if it has none."""
         self._callers.in_flight_bytes = in_flight_bytes
 
-    def watch_caches(self, store: CacheStore, clock: Callable[[], float] = monotonic) -> None:
+    def watch_caches(self, store: CacheStore, expire: Callable[[], object]) -> None:
         """Exports all that there is about caches. It is read from their store when it is scraped, so that appends and
         forks cost nothing more.
 
-        Caches whose lease has ended by then, by the clock of the leases, are evicted first.
+        `expire` is called first, to evict caches whose lease has ended by then.
         """
-        self.watch(scraped.Caches(store, clock))
-        self._callers.cache_bytes = lambda: store.bytes_of_owners(clock())
+
+        def bytes_of_owners() -> Mapping[Hashable, int]:
+            expire()
+            return store.bytes_of_owners()
+
+        self.watch(scraped.Caches(store, expire))
+        self._callers.cache_bytes = bytes_of_owners
 
 
 class _ByLabel(dict[str, Callable[[float], None]]):

@@ -229,13 +229,13 @@ class Callers:
 class Caches:
     """The contents of a store of caches and what has happened in it, in its own numbers."""
 
-    def __init__(self, store: CacheStore, clock: Read) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: CacheStore, expire: Callable[[], object]) -> None:
+        self._store, self._expire = store, expire
 
     def collect(self) -> Iterable[Metric]:
         store, counts = self._store, self._store.counts
         # Otherwise a pool would look full though the next append can have its pages.
-        store.expire(self._clock())
+        self._expire()
         for name, help, value in (
             ("attnserve_caches", "Caches open.", len(store)),
             ("attnserve_cache_tokens", "Tokens of all layers of all caches; shared ones count for each.", store.tokens),

@@ -107,6 +107,7 @@ class CacheService:
     async def _list(self, caller: Caller, request: pb.CacheServiceListRequest) -> bytes:
         """The reply, serialised piece by piece: there may be thousands of caches, each with hundreds of layers."""
         store = self._host.store
+        self._host.expiry.look()  # so that what is free is told
         found = store.list(caller.name, monotonic(), _number(request.page_token))
         caches, size, token = [], 0, ""
         async with self._turn_of(caller) as turn:
