@@ -279,11 +279,12 @@ class StoreMachine(World, RuleBasedStateMachine):
         self.forget()
 
     @rule()
-    def listed(self) -> None:
-        caches = self.store.list(None, self.now)
+    def one_is_evicted(self) -> None:
+        assert self.store.list(None, self.now) == [each.cache for each in self.present() if each not in self.expired()]
+        expired = len(self.expired())
+        assert self.store.expire(self.now) == bool(expired)
         self.see_evictions()
-        assert not self.expired()
-        assert caches == [model.cache for model in self.present()]
+        assert len(self.expired()) == max(0, expired - 1)
 
     # What the model knows
 
