@@ -85,3 +85,9 @@ def append(store: Store, cache: Cache, tokens: int, layer: int = 0, now: float =
     [placement] = store.place(reservation, now)
     store.cancel(reservation)
     return placement
+
+
+def expire_all(store: CacheStore, now: float) -> None:
+    """Evicts every cache whose lease has ended by then."""
+    while store.expire(now):
+        pass

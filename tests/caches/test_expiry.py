@@ -43,7 +43,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Callable[[], No
     return pauses
 
 
-def test_few_are_evicted_at_once() -> None:
+def test_few_are_evicted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "SLICE_SECONDS", 60.0)
     leased = Leased()
     leased.expiry.look()
     assert len(leased.store) == 1

@@ -9,10 +9,9 @@ import pytest
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from stores import PAGE_BYTES, append, store_of
+from stores import PAGE_BYTES, append, expire_all, store_of
 
 from attnserve._commands.reading import Reading
-from attnserve_server.caches.expiry import Expiry
 from attnserve_server.caches.shape import CacheShape
 from attnserve_server.errors import RequestError
 from attnserve_server.observability import metrics as declared
@@ -235,7 +234,7 @@ def test_what_the_caches_of_callers_hold_is_read_by_their_names(metrics: Metrics
     """When their leases have ended, nothing."""
     store = store_of(100, 10, page_bytes=4096)
     now = 0.0
-    metrics.watch_caches(store, Expiry(store, lambda: now).look)
+    metrics.watch_caches(store, lambda: expire_all(store, now))
     shape = CacheShape(1, 16, 16, 1, "float32")
     for owner, pages in (("search", 3), ("search", 1), ("idle", 0), (None, 2)):
         cache = store.create(shape, 10.0, now, owner)
@@ -301,7 +300,7 @@ def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
-    metrics.watch_caches(store, Expiry(store, lambda: now).look)
+    metrics.watch_caches(store, lambda: expire_all(store, now))
 
     def read(name: str, **labels: str) -> float:
         return value(metrics, f"attnserve_{name}", **labels)
@@ -354,7 +353,7 @@ def test_what_happens_to_caches_is_counted_by_kind(metrics: Metrics) -> None:
 def test_caches_whose_lease_has_ended_do_not_fill_the_pool(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
-    metrics.watch_caches(store, Expiry(store, lambda: now).look)
+    metrics.watch_caches(store, lambda: expire_all(store, now))
     cache = store.create(CacheShape(1, 8, 8, 1, "float32"), ttl=5.0, now=now)
     reservation = store.reserve([(cache, 0, 4)], now)
     store.place(reservation, now)

@@ -95,7 +95,7 @@ async def test_formats_are_few_whatever_is_asked_for(monkeypatch: pytest.MonkeyP
     ]
     chosen = [choose_encoder(kind + escaping) for kind in kinds for escaping in ["", *escapings]]
     got = await asyncio.gather(*(served.page(content_type, encode) for encode, content_type in chosen))
-    assert readings.count == 6
+    assert readings.count == len({pages.Format.of(content_type) for _, content_type in chosen}) <= 6
     for (encode, _), page in zip(chosen, got, strict=True):
         assert page is not None
         assert lasting(page) == lasting(encode(registry))
