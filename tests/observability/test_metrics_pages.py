@@ -126,12 +126,13 @@ PIECES = 1 + 3 + 1 + 1
 
 
 @pytest.mark.parametrize("accepted", ["text/plain", "application/openmetrics-text;version=1.0.0"])
-@pytest.mark.parametrize(("slice_seconds", "pauses"), [(0.0, PIECES), (1e6, 0)])
+@pytest.mark.parametrize(("slice_seconds", "patience", "pauses"), [(0.0, 1e6, PIECES), (1e6, 1e6, 0), (0.0, 0.0, 0)])
 async def test_while_a_page_is_rendered_the_loop_turns(
-    monkeypatch: pytest.MonkeyPatch, accepted: str, slice_seconds: float, pauses: int
+    monkeypatch: pytest.MonkeyPatch, accepted: str, slice_seconds: float, patience: float, pauses: int
 ) -> None:
-    """After each slice, and no more than that. The page is what it would be in one piece."""
+    """After each slice, and no more than that, unless it takes too long. The page is what it would be in one piece."""
     monkeypatch.setattr(pages, "SLICE_SECONDS", slice_seconds)
+    monkeypatch.setattr(pages, "PATIENCE_S", patience)
     registry = CollectorRegistry()
     registry.register(Large())
     encode, content_type = choose_encoder(accepted)

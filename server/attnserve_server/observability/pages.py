@@ -31,6 +31,10 @@ SLICE_SECONDS: Final = 0.001
 """About how long a page is rendered before the loop turns for others."""
 TURNS: Final = 10
 """How often it turns then: about as often as a unary call needs."""
+PATIENCE_S: Final = 1.0
+"""How long the loop turns for others while a page is rendered. Where turns take long, the rest then comes without
+pauses, since whoever asked waits for some seconds only.
+"""
 PIECE: Final = 50
 """The most samples that are encoded at once: some take 20 µs each."""
 
@@ -107,14 +111,15 @@ async def _rendered(registry: Collector, encode: Encode) -> bytes:
     """A page of a registry, as `encode` would make it, while the loop turns in between."""
     end = encode(CollectorRegistry())
     page = bytearray()
-    begin = perf_counter()
+    begin = turned = perf_counter()
     for metric in registry.collect():
         for piece in _encoded(metric, encode, end):
             page += piece
-            if perf_counter() - begin >= SLICE_SECONDS:
+            now = perf_counter()
+            if now - turned >= SLICE_SECONDS and now - begin < PATIENCE_S:
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
-                begin = perf_counter()
+                turned = perf_counter()
     return bytes(page) + end
 
 
