@@ -194,3 +194,12 @@ def test_bytes_that_are_no_message() -> None:
         with pytest.raises(Malformed) as caught:
             messages.read_request(garbage)
         assert caught.value.reason == "MALFORMED_MESSAGE"
+
+
+def test_bytes_that_are_no_message_where_a_field_is_one() -> None:
+    sound = pb.AttendRequest(window=pb.Window(left=1)).SerializeToString()
+    for garbage in (b"\xff\xff", b"\x08\xff"):
+        broken_window = sound[:-2] + garbage
+        with pytest.raises(Malformed) as caught:
+            messages.read_request(BASES["general"]().SerializeToString() + broken_window)
+        assert caught.value.reason == "MALFORMED_MESSAGE"

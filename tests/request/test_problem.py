@@ -8,7 +8,27 @@ import messages
 import ml_dtypes
 import numpy as np
 import pytest
-from whole_requests import BASES, HK, HQ, LQ, MASK, TENSORS, B, S, U, additive, at, broken, dot, general, tensor, zeros
+from whole_requests import (
+    BASES,
+    DK,
+    HK,
+    HQ,
+    LQ,
+    MASK,
+    TENSORS,
+    B,
+    D,
+    S,
+    U,
+    additive,
+    at,
+    broken,
+    dot,
+    general,
+    learned,
+    tensor,
+    zeros,
+)
 
 from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.requests.options import window_of
@@ -145,6 +165,11 @@ def test_lengths_contents_and_priorities_do_not_keep_requests_apart() -> None:
         for seed, (length, keys, batch, priority) in enumerate([(1, 1, 1, 0), (3, 9, 2, 8), (0, 0, 0, -8)])
     }
     assert len(groups) == 1
+
+
+def test_an_additive_score_may_have_a_single_hidden_unit() -> None:
+    problem = messages.read(learned(additive=pb.AdditiveScore(query_weight=tensor(1, D), key_weight=tensor(1, DK))))
+    assert problem.problem.tensors["additive.query_weight"].shape == (1, D)
 
 
 def test_only_an_additive_score_needs_memory_for_its_hidden_units() -> None:

@@ -16,8 +16,9 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests import request as rooms
-from attnserve_server.requests.extent import CALL_COST, Span
-from attnserve_server.requests.problem import HEAD_COST, KEY_COST, ROW_COST
+from attnserve_server.requests.extent import CALL_COST, NOT_FINITE_CALL_COST, NOT_FINITE_COST, Span
+from attnserve_server.requests.problem import HEAD_COST, KEY_COST, PAIR_COST, ROW_COST
+from attnserve_server.requests.work import RequestResult
 from attnserve_server.settings.config import Config
 
 FAR = 2**40
@@ -91,6 +92,7 @@ BOTTOM_RIGHT = {"causal": True, "alignment": pb.ALIGNMENT_BOTTOM_RIGHT}
         (BOTTOM_RIGHT | {"query_offset": ints(7)}, [7]),  # an explicit offset wins
         (BOTTOM_RIGHT | {"query_offset": np.array(-7)}, [-7]),
         (BOTTOM_RIGHT | {"query_offset": ints(1, -1)}, [1, -1]),
+        (BOTTOM_RIGHT | {"query_offset": ints(7), "kv_lengths": ints(5, 1)}, [7, 7]),
         ({"causal": True, "query_offset": ints(1, 1)}, [1]),
         ({"window": pb.Window(left=1, right=-1), "query_offset": ints(3)}, [3]),
         ({"alibi_slopes": np.zeros(2, np.float32), "query_offset": ints(3)}, [3]),
@@ -221,6 +223,14 @@ def test_the_effort_of_narrow_heads_is_what_their_rows_and_keys_take() -> None:
     assert effort(2000, 5, window=pb.Window(left=999, right=0), query_offset=ints(1500)) == 5 * effort(1000)
 
 
+def test_the_effort_of_narrow_heads_with_many_keys_is_what_their_pairs_take() -> None:
+    narrow, written_out = (
+        messages.read(messages.random_attend(0, 512, heads=8, width=1, softcap=softcap)) for softcap in (0.0, 1.0)
+    )
+    assert narrow.effort == PAIR_COST * 8 * 512 * 512
+    assert written_out.effort < narrow.effort, "what is written out counts none of the kernel's pairs"
+
+
 def test_each_call_of_a_kernel_costs() -> None:
     def calls(message: pb.AttendRequest) -> float:
         request = messages.read(message)
@@ -233,6 +243,17 @@ def test_each_call_of_a_kernel_costs() -> None:
     rows = np.zeros((7, 4, 64), np.float32)
     lengths = {"query_lengths": ints(1, 3, 2, 1), "kv_lengths": ints(1, 2, 2, 2)}
     assert calls(messages.attend(rows, rows, rows, layout=pb.LAYOUT_PACKED, **lengths)) == 4
+
+
+def test_what_is_not_finite_costs_all_keys_of_the_sequences_that_lack() -> None:
+    whole, causal = (
+        messages.read(messages.random_attend(0, 16, batch=4, width=64, causal=causal)) for causal in (False, True)
+    )
+    lacks = RequestResult(memoryview(b""), None, None)
+    for missing in ([2], [0, 1, 3]):
+        cost = causal.but_for(missing, lacks).extent.cost
+        assert cost == NOT_FINITE_CALL_COST + len(missing) * NOT_FINITE_COST * whole.effort // 4
+        assert cost > Config().inline_flops, "it is not computed on the event loop"
 
 
 def test_what_has_no_queries_costs_nothing() -> None:
