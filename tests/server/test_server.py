@@ -264,6 +264,10 @@ def test_an_interrupt_that_cuts_nothing_off_is_an_ordinary_end(start_server: Cal
         calls.until(lambda: calls.get(server.http_address, "/readyz")[0] == 503, "it is not ready")
         assert [reply.id for reply in stream.replies(1)] == [1]
         calls.until_nothing_is_in_flight(server.http_address)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            server.process.send_signal(number)
+        stream.send(calls.call(2, messages.random_attend(0)))
+        assert [(reply.id, reply.error.code) for reply in stream.replies(1)] == [(2, 0)], "it takes calls for an hour"
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(calls.PATIENCE_S) == 0
         stream.half_close()

@@ -1,7 +1,8 @@
-"""Servers in separate processes that are told to stop before they serve: whenever that is, they end well."""
+"""Servers that are told to stop before they serve, or once more as they end: whenever that is, they end well."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,10 @@ import calls
 import pytest
 from conftest import POOL
 from environment import ENVIRONMENT
+
+from attnserve_server.errors import Draining
+from attnserve_server.server import Server, configured_device
+from attnserve_server.settings.config import Config
 
 LOADING = """
 import runpy, signal, sys
@@ -134,3 +139,46 @@ def test_a_signal_that_interrupts_no_waiting_loop_is_not_lost() -> None:
     command = [sys.executable, "-c", LOADS_FOR_EVER, *flags]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+TOLD_AGAIN = """
+import atexit, os, sys
+from attnserve_server.__main__ import main
+from attnserve_server.stop_signals import STOP_SIGNALS
+
+atexit.register(lambda: [os.kill(os.getpid(), number) for number in STOP_SIGNALS])
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that is told to stop once more after it has ended, while its process still does."""
+
+
+def test_told_again_as_the_process_ends_it_ends_well() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--device", "cpu", *POOL)
+    command = [sys.executable, "-c", TOLD_AGAIN, *flags]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("ready: ") for line in process.stdout)
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+            assert (process.returncode, said.endswith(" ended\n")) == (0, True), said
+        finally:
+            process.kill()
+
+
+async def test_a_draining_that_is_cut_short_still_refuses_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When gRPC stops it would cancel that, and stock clients retry only what is refused."""
+    for name in ("LAST_CALLS_S", "MOST_LAST_CALLS_S"):
+        monkeypatch.setattr(f"attnserve_server.server.{name}", calls.PATIENCE_S)
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20)
+    server = Server(config, configured_device)
+    await server.start()
+    ending = asyncio.create_task(server.cut_draining_short())
+    assert not (await asyncio.wait([ending], timeout=0.2))[0]
+    with pytest.raises(Draining):
+        server.engine.check_open()
+    assert not server.health.accepts
+    ending.cancel()
+    await server.stop()
