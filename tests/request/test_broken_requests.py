@@ -33,6 +33,7 @@ from whole_requests import (
     at,
     broken,
     tensor,
+    zeros,
 )
 
 from attnserve.v1 import attention_pb2 as pb
@@ -167,6 +168,13 @@ def test_a_broken_field_is_named(base: str, path: str, value: Any, field: str) -
     metadata = {"field": field} if limit is None else {"field": field, "limit": limit}
     assert (info.reason, dict(info.metadata)) == ("INVALID_FIELD" if limit is None else "LIMIT_EXCEEDED", metadata)
     assert [violation.field for violation in bad_request.field_violations] == [field]
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_keys_of_another_rank_are_refused_even_if_they_would_fit(rank: int) -> None:
+    query, keys = zeros(*(1, 1, LQ, D)[-rank:]), zeros(1, LQ, D)
+    with pytest.raises(InvalidRequest, match=rf"^key\.shape: expected rank {rank} as in query, found shape \[1, 3, "):
+        messages.read(messages.attend(query, keys, keys))
 
 
 def leaves(descriptor: Any, prefix: str = "") -> Iterator[str]:

@@ -174,9 +174,9 @@ def test_an_additive_score_may_have_a_single_hidden_unit() -> None:
 
 def test_only_an_additive_score_needs_memory_for_its_hidden_units() -> None:
     """For keys projected to them, twice, in float64."""
-    assert messages.read(additive()).problem.scratch_bytes(S) == 2 * 8 * U * HK * S
+    assert messages.read(additive()).scratch_bytes == 2 * 8 * U * HK * S
     for other in (dot(), general()):
-        assert messages.read(other).problem.scratch_bytes(S) == 0
+        assert messages.read(other).scratch_bytes == 0
 
 
 def test_what_is_computed_by_other_means_is_another_kind_of_work() -> None:

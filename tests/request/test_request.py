@@ -16,9 +16,8 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve.v1 import tensor_pb2
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests import request as rooms
-from attnserve_server.requests.extent import CALL_COST, NOT_FINITE_CALL_COST, NOT_FINITE_COST, Span
+from attnserve_server.requests.extent import CALL_COST, Span
 from attnserve_server.requests.problem import HEAD_COST, KEY_COST, PAIR_COST, ROW_COST
-from attnserve_server.requests.work import RequestResult
 from attnserve_server.settings.config import Config
 
 FAR = 2**40
@@ -245,17 +244,6 @@ def test_each_call_of_a_kernel_costs() -> None:
     assert calls(messages.attend(rows, rows, rows, layout=pb.LAYOUT_PACKED, **lengths)) == 4
 
 
-def test_what_is_not_finite_costs_all_keys_of_the_sequences_that_lack() -> None:
-    whole, causal = (
-        messages.read(messages.random_attend(0, 16, batch=4, width=64, causal=causal)) for causal in (False, True)
-    )
-    lacks = RequestResult(memoryview(b""), None, None)
-    for missing in ([2], [0, 1, 3]):
-        cost = causal.but_for(missing, lacks).extent.cost
-        assert cost == NOT_FINITE_CALL_COST + len(missing) * NOT_FINITE_COST * whole.effort // 4
-        assert cost > Config().inline_flops, "it is not computed on the event loop"
-
-
 def test_what_has_no_queries_costs_nothing() -> None:
     assert messages.read(messages.random_attend(0, 0, kv_length=3, batch=1 << 10, heads=16)).extent.cost == 0
 
@@ -339,7 +327,7 @@ def test_headers_seen_before_are_not_mixed_up(drawn: list[dict[str, Any]], data:
         problem = request.problem
         heads, keys = plan["heads"], plan["kv_length"]
         assert problem.tensors["query"].shape == (plan["batch"], heads, plan["length"], 8)
-        assert (problem.kv_length, problem.scale, problem.priority) == (keys, plan["scale"], plan["priority"])
+        assert (problem.kv_length, problem.scale, request.priority) == (keys, plan["scale"], plan["priority"])
         assert (problem.window[1], problem.return_lse) == (0 if plan["causal"] else -1, plan["return_lse"])
         bottom_right = plan["causal"] and plan["alignment"] == pb.ALIGNMENT_BOTTOM_RIGHT
         offset = keys - plan["length"] if bottom_right else 0
@@ -353,6 +341,14 @@ def test_lengths_are_read_anew_from_equal_headers() -> None:
     one, other = (messages.random_attend(0, 3, batch=2, kv_lengths=lengths) for lengths in (ints(3, 1), ints(0, 2)))
     lengths = [[span.kv_length for span in messages.read(message).spans] for message in (one, other, one)]
     assert lengths == [[3, 1], [0, 2], [3, 1]]
+
+
+def test_lengths_may_come_before_queries() -> None:
+    rest = messages.random_attend(0, 3, batch=2)
+    lengths = pb.AttendRequest(kv_lengths=messages.tensor(ints(3, 1)))
+    request = messages.read_request(lengths.SerializeToString() + rest.SerializeToString())
+    assert [span.kv_length for span in request.spans] == [3, 1]
+    assert bytes(request.payload("query")) == rest.query.data
 
 
 def test_a_broken_request_is_broken_again() -> None:
