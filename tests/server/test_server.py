@@ -310,6 +310,7 @@ def test_a_unix_socket(start_server: Callable[..., Server], tmp_path: Path) -> N
         assert sorted(reply.attend.batch_size for reply in replies) == [1, 3, 3, 3, 3, 3, 3]
         info = pb.ServerInfoResponse.FromString(calls.unary(channel, "ServerInfo", b""))
         assert (info.limits.max_batch_requests, info.threads) == (3, 1)
+        assert server.startup["computes_on"].endswith(", 1 threads")
         stream.half_close()
 
 
