@@ -19,6 +19,10 @@ from scores import BROKEN, DEFINITION, PATIENCE_S, write
 
 from attnserve import AsyncClient
 from attnserve_server.__main__ import main
+from attnserve_server.server import Server as InProcess
+from attnserve_server.server import configured_device
+from attnserve_server.settings.config import Config
+from attnserve_server.start_errors import StartError
 
 
 @pytest.fixture
@@ -75,6 +79,20 @@ def test_a_server_whose_model_directory_is_not_there(directory: Path) -> None:
     assert ended.returncode == 2
     found = f"model_directory: expected a directory, found {str(directory / 'nothing')!r}"
     assert ended.stderr == f"attnserve-server: {found}\n"
+
+
+async def test_a_server_whose_layers_there_is_no_memory_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("attnserve_server.layers.registry.load", fail)
+    path = str(directory / "layers.toml")
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20, layers=path)
+    server = InProcess(config, configured_device)
+    with pytest.raises(StartError, match=rf"^layers \({path}\): .*memory"):
+        await server.start()
+    assert server.health.state == "starting"
+    await server.stop()
 
 
 async def test_the_whole_of_minilm(start_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import messages
@@ -13,9 +14,10 @@ from safetensors.torch import save_file
 
 from attnserve import _wire
 from attnserve.v1 import attention_pb2 as pb
+from attnserve.v1 import tensor_pb2
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.requests.reply import Timed
-from attnserve_server.requests.work import Phases, Work
+from attnserve_server.requests.work import Phases, RequestResult, Work
 
 DEFINITION = """
 [[layers]]
@@ -68,6 +70,36 @@ def test_replies_of_equal_shapes_are_taken_apart_once(work: Work, device: CpuDev
         assert response.scores.data == bytes(result.scores or b"")
         misses.append(_wire._template.cache_info().misses)  # type: ignore[attr-defined]
     assert misses[0] == misses[1] == misses[2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "query", "key", "rows"),
+    [
+        (pb.LAYOUT_UNSPECIFIED, (2, 4, 3, 8), (2, 4, 5, 8), [2, 4, 3]),
+        (pb.LAYOUT_LENGTH_FIRST, (2, 3, 4, 8), (2, 5, 4, 8), [2, 4, 3]),
+        (pb.LAYOUT_HEADS_FIRST, (4, 3, 8), (4, 5, 8), [4, 3]),
+        (pb.LAYOUT_LENGTH_FIRST, (3, 4, 8), (5, 4, 8), [4, 3]),
+        (pb.LAYOUT_HEADS_FIRST, (3, 8), (5, 8), [3]),
+        (pb.LAYOUT_LENGTH_FIRST, (3, 8), (5, 8), [3]),
+        (pb.LAYOUT_PACKED, (3, 4, 8), (5, 4, 8), [4, 3]),
+    ],
+)
+def test_the_output_is_laid_out_as_queries_are_and_what_rows_have_by_heads(
+    layout: int, query: tuple[int, ...], key: tuple[int, ...], rows: list[int]
+) -> None:
+    packed = {"query_lengths": np.array([1, 2]), "kv_lengths": np.array([1, 4])} if layout == pb.LAYOUT_PACKED else {}
+    asked = {"return_lse": True, "return_scores": pb.SCORE_STAGE_RAW}
+    arrays = (np.zeros(shape, np.float16) for shape in (query, key, (*key[:-1], 6)))
+    request = messages.read(messages.attend(*arrays, layout=layout, **asked, **packed))
+    keys = request.longest[1]
+    result = RequestResult(*(memoryview(bytes(math.prod(rows) * size)) for size in (6 * 2, 4, keys * 2)))
+    pieces, length = request.encode(result, Phases(0.0, 0.0, 0.0, 0.0, 0.0), 1)
+    reply = pb.AttendResponse.FromString(b"".join(pieces))
+    assert length == reply.ByteSize()
+    assert list(reply.output.shape) == [*query[:-1], 6]
+    assert (list(reply.lse.shape), list(reply.scores.shape)) == (rows, [*rows, keys])
+    dtypes = [tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16]
+    assert [tensor.dtype for tensor in (reply.output, reply.lse, reply.scores)] == dtypes
 
 
 @pytest.mark.parametrize("response_type", [pb.AttendResponse, pb.ApplyResponse])

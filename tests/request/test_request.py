@@ -93,6 +93,7 @@ BOTTOM_RIGHT = {"causal": True, "alignment": pb.ALIGNMENT_BOTTOM_RIGHT}
         (BOTTOM_RIGHT | {"query_offset": ints(1, -1)}, [1, -1]),
         (BOTTOM_RIGHT | {"query_offset": ints(7), "kv_lengths": ints(5, 1)}, [7, 7]),
         ({"causal": True, "query_offset": ints(1, 1)}, [1]),
+        ({"causal": True, "query_offset": ints(FAR, -FAR)}, [FAR, -FAR]),
         ({"window": pb.Window(left=1, right=-1), "query_offset": ints(3)}, [3]),
         ({"alibi_slopes": np.zeros(2, np.float32), "query_offset": ints(3)}, [3]),
         ({"query_offset": ints(1, 2)}, [0]),  # nothing depends on positions: one span

@@ -6,9 +6,14 @@ import pytest
 
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Starting
-from attnserve_server.server import Server
+from attnserve_server.server import Server, configured_device
 from attnserve_server.settings.config import Config
 from attnserve_server.start_errors import StartError
+
+
+def test_a_device_that_is_not_there_is_why_a_server_does_not_start() -> None:
+    with pytest.raises(StartError, match=r"^device 'cuda:99' is not available: "):
+        configured_device(Config(device="cuda:99"))
 
 
 async def test_a_device_that_does_not_compute_keeps_a_server_from_serving(
