@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 
 import calls
+import grpc
+import messages
 import pytest
 
 from attnserve_server import serving
@@ -64,3 +66,20 @@ def test_a_device_that_fails_ends_it_even_while_it_drains(
         assert runner.run(fail()) == (DEVICE_FAILED, True)
     assert made[0].health.state == "failed"
     assert "the device is lost; ending, so that the server is started again" in caplog.text
+
+
+async def test_a_server_that_is_given_up_ends_streams_in_good_order() -> None:
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20)
+    server = Server(config, configured_device)
+    address, _ = await server.start()
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stream = calls.Stream(channel)
+            stream.send(calls.call(1, messages.random_attend(0)))
+            assert [reply.id for reply in await asyncio.to_thread(stream.replies, 1)] == [1]
+            server.engine.fail("the device is lost")
+            await server.abandon()
+            async with asyncio.timeout(calls.PATIENCE_S / 2):
+                assert await asyncio.to_thread(stream.rest) == []
+    finally:
+        await server.stop()
