@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from full_pipe import PIPE, FullPipe
@@ -63,6 +64,22 @@ def test_what_cannot_be_written_is_counted() -> None:
         writer.handle(record("to a full disk"))
         writer.close()
         assert writer.left_out == 1
+
+
+def test_a_disk_that_has_room_again_is_told_what_is_missing(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as disk, (tmp_path / "log").open("w") as room:
+        writer = LogWriter(disk)
+        writer.setFormatter(JsonFormatter())
+        for number in range(3):
+            writer.handle(record(f"to a full disk, line {number}"))
+        writer.flush()
+        os.dup2(room.fileno(), disk.fileno())
+        for number in range(2):
+            writer.handle(record(f"line {number}"))
+        writer.close()
+    missing, *lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (missing["left_out"], missing["level"], writer.left_out) == (3, "warning", 3)
+    assert [line["message"] for line in lines] == ["line 0", "line 1"]
 
 
 def test_a_process_without_standard_error_logs_to_nobody() -> None:
