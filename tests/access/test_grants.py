@@ -59,6 +59,14 @@ def test_who_has_which_certificate() -> None:
     assert grants.of_certificate(["spiffe://x/an", "SPIFFE://X/ANN"]) is None
 
 
+def test_a_certificate_with_several_known_names_is_that_of_the_first_of_them() -> None:
+    grants = parse("".join(f'[[certificates]]\nname = "{name}"\nroles = ["use"]\n' for name in ("ann", "bob")))
+    for names, first in ((["other", "bob", "ann"], "bob"), (["ann", "bob"], "ann")):
+        caller = grants.of_certificate(names)
+        assert caller is not None
+        assert caller.name == first
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
