@@ -296,7 +296,6 @@ def test_openmetrics_reads_the_same(metrics: Metrics) -> None:
     }
 
 
-# 512 values are sorted into buckets at once: fewer, as many, more, and several times as many.
 def test_caches_are_read_from_their_store(metrics: Metrics) -> None:
     store = store_of(10, max_caches=2)
     now = 0.0
