@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from time import monotonic
 
@@ -126,13 +127,19 @@ PIECES = 1 + 3 + 1 + 1
 
 
 @pytest.mark.parametrize("accepted", ["text/plain", "application/openmetrics-text;version=1.0.0"])
-@pytest.mark.parametrize(("slice_seconds", "patience", "pauses"), [(0.0, 1e6, PIECES), (1e6, 1e6, 0), (0.0, 0.0, 0)])
+@pytest.mark.parametrize(
+    ("slice_seconds", "patience", "pauses"),
+    [(1.0, 1e6, PIECES), (1.1, 1e6, PIECES // 2), (3.0, 1e6, PIECES // 3), (7.0, 1e6, 0), (1.0, 3.5, 2)],
+)
 async def test_while_a_page_is_rendered_the_loop_turns(
     monkeypatch: pytest.MonkeyPatch, accepted: str, slice_seconds: float, patience: float, pauses: int
 ) -> None:
-    """After each slice, and no more than that, unless it takes too long. The page is what it would be in one piece."""
+    """After each slice, and no more than that, unless it takes too long: here, a piece takes a second. The page is what
+    it would be in one.
+    """
     monkeypatch.setattr(pages, "SLICE_SECONDS", slice_seconds)
     monkeypatch.setattr(pages, "PATIENCE_S", patience)
+    monkeypatch.setattr(pages, "perf_counter", itertools.count(1000.0).__next__)
     registry = CollectorRegistry()
     registry.register(Large())
     encode, content_type = choose_encoder(accepted)
