@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from attnserve_server.observability.counter import Counter
-from attnserve_server.observability.histogram import Histogram
+from attnserve_server.observability.histogram import Histogram, Rows
 
 
 # 512 values are sorted into buckets at once: these are fewer, or several times as many.
@@ -36,6 +36,27 @@ def test_histogram_counts_as_one_value_at_a_time_would(values: list[float], time
         assert read["h_bucket", "b", bound] == 0
     assert read["h_count", "a", None] == sum(counts)
     assert read["h_sum", "a", None] == pytest.approx(times * (sum(values) + sum(bounds)))
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 511, 512, 2000])
+def test_a_value_that_comes_several_times_counts_as_often(times: int) -> None:
+    """By itself, or in a row with those of other series; and values do not pile up until they are read."""
+    registry = CollectorRegistry()
+    histogram = Histogram("h", "H.", (1.0, 10.0), registry, "kind", ("a", "b", "c"))
+    a, b, c = map(histogram.series, "abc")
+    rows = Rows((b, c))
+    for _ in range(3):
+        a.observe(0.5, times)
+        a.observe(20.0)
+        rows.observe((5.0, 0.25), times)
+        rows.observe((20.0, 20.0))
+        assert max(len(a._pending), len(rows._pending)) < 512
+    (family,) = parse_text(generate_latest(registry).decode())
+    read = {(s.name, s.labels["kind"], s.labels.get("le")): s.value for s in family.samples}
+    for kind, value, counts in (("a", 0.5, (1, 1)), ("b", 5.0, (0, 1)), ("c", 0.25, (1, 1))):
+        expected = [3 * times * count for count in counts] + [3 * times + 3]
+        assert [read["h_bucket", kind, le] for le in ("1.0", "10.0", "+Inf")] == expected
+        assert read["h_sum", kind, None] == 3 * (times * value + 20.0)
 
 
 def test_counters_show_what_those_of_prometheus_would() -> None:
