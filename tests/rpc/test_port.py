@@ -153,6 +153,18 @@ async def test_a_free_port_is_free_on_all_addresses_of_a_name(
     assert listens("127.0.0.2", port)
 
 
+async def test_a_name_none_of_whose_ports_is_free_on_all_its_addresses_is_refused(
+    server: aio.Server, resolved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved[:] = ["127.0.0.1", "127.0.0.2"]
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        number, ask = taken.getsockname()[1], socket.socket.bind
+        monkeypatch.setattr(socket.socket, "bind", lambda probe, address: ask(probe, (address[0], number)))
+        why = "no port was found that is free on all of its addresses"
+        with pytest.raises(ListenError, match=f"^listen: cannot listen on {NAME}:0: {why}$"):
+            bind(server, f"{NAME}:0", None)
+
+
 @pytest.mark.parametrize(
     ("host", "why"), [(NAME, "Name or service not known"), ("a" * 64 + ".test", ".*"), ("192.0.2.1", ".* not ours")]
 )
