@@ -113,3 +113,20 @@ async def test_who_waits_for_a_page_gets_it(callers: Callers, monkeypatch: pytes
     assert not waits.done()
     assert await waits == FINE
     await ended(first)
+
+
+async def test_where_all_of_an_address_wait_for_a_page_the_oldest_gets_none(
+    callers: Callers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "SAVED", 1)
+    monkeypatch.setattr(pages, "EVERY_S", 1e6)
+    assert await callers.ask(path="/metrics") == FINE
+    waits = []
+    for _ in range(3):
+        waits.append(asyncio.create_task(callers.ask(path="/metrics")))
+        assert await callers.ask(2) == FINE  # by now, the server has read the other request
+    assert await callers.ask() == FINE
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(waits[0], PATIENCE_S) == b""
+    assert not waits[1].done()
+    assert not waits[2].done()
