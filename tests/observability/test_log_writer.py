@@ -66,6 +66,38 @@ def test_what_cannot_be_written_is_counted() -> None:
         assert writer.left_out == 1
 
 
+def test_what_was_left_out_is_told_of_though_no_line_follows(pipe: FullPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "MAX_WAITING", 10_000)
+    stream = os.fdopen(os.dup(pipe.writer.fileno()), "w", encoding="utf-8")
+    writer = LogWriter(stream)
+    writer.setFormatter(JsonFormatter())
+    while not writer.left_out:
+        writer.handle(record("a line"))
+    said: list[str] = []
+    reading = threading.Thread(target=lambda: said.append(pipe.rest()))
+    reading.start()
+    writer.close()
+    stream.close()
+    reading.join()
+    *lines, last = map(json.loads, said[0].splitlines())
+    assert (last["left_out"], last["level"]) == (1, "warning")
+    assert {line["message"] for line in lines} == {"a line"}
+
+
+def test_who_ends_waits_once_for_a_log_that_nobody_reads(pipe: FullPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = os.fdopen(os.dup(pipe.writer.fileno()), "w", encoding="utf-8")
+    writer = LogWriter(stream)
+    monkeypatch.setattr(log_writer, "PATIENCE_S", 0.01)
+    writer.handle(record("unread"))
+    writer.flush()
+    monkeypatch.setattr(log_writer, "PATIENCE_S", 1e6)
+    writer.flush()
+    writer.close()
+    writer.handle(record("after the end"))
+    pipe.close()
+    stream.close()
+
+
 def test_a_disk_that_has_room_again_is_told_what_is_missing(tmp_path: Path) -> None:
     with open("/dev/full", "w") as disk, (tmp_path / "log").open("w") as room:
         writer = LogWriter(disk)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from grpc import StatusCode
 from grpc._cython import cygrpc
 
 from attnserve_server.observability import logs
@@ -75,6 +80,12 @@ def test_json_lines_are_objects() -> None:
         "requests": 3,
         "kernel": None,
     }
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_names_are_shown_as_people_know_them() -> None:
+    line = logged("text", "of %s", Path("/a/file"), code=StatusCode.NOT_FOUND, error=ValueError("no"), level=0.5)
+    assert line.endswith(" of /a/file code=NOT_FOUND error=ValueError: no level=0.5\n")
 
 
 @pytest.mark.usefixtures("root_logger")
@@ -177,3 +188,32 @@ def test_tracebacks_are_kept(log_format: str) -> None:
     if log_format == "json":
         assert len(text.splitlines()) == 1
         assert json.loads(text)["level"] == "error"
+
+
+@pytest.fixture
+def taken_over(root_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """The log, which has all that Python writes by itself."""
+    for module, hook in ((warnings, "showwarning"), (sys, "excepthook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, hook, getattr(module, hook))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    logs.configure("info", "text", out := io.StringIO())
+    logs.take_over()
+    return out
+
+
+def test_of_threads_that_end_those_that_fail_are_in_the_log_by_name(taken_over: io.StringIO) -> None:
+    for target, name in ((sys.exit, "leaving"), (lambda: 1 / 0, "failing")):
+        thread = threading.Thread(target=target, name=name)
+        thread.start()
+        thread.join()
+    text = written(taken_over)
+    assert text.count(" error ") == 1
+    assert " uncaught exception in thread failing\nTraceback" in text
+
+
+def test_who_interrupts_a_process_sees_what_python_says(
+    taken_over: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert written(taken_over) == ""
+    assert capsys.readouterr().err == "KeyboardInterrupt\n"
