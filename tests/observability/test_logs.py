@@ -141,7 +141,8 @@ def test_an_error_of_the_servers_own_in_text_keeps_its_traceback() -> None:
 
 
 @pytest.mark.usefixtures("root_logger")
-def test_what_goes_wrong_again_and_again_is_written_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
+def test_what_goes_wrong_again_and_again_is_written_a_few_times(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Throttled by place in the code, from warnings up; lower levels are always written."""
     now, out = [0.0], io.StringIO()
     monkeypatch.setattr(logs, "monotonic", lambda: now[0])
@@ -150,7 +151,7 @@ def test_what_goes_wrong_again_and_again_is_written_a_few_times(monkeypatch: pyt
 
     def fail(times: int) -> None:
         for n in range(times):
-            logger.error("it failed again, number %d", n)
+            logger.log(level, "it failed again, number %d", n)
 
     fail(1000)
     logger.error("something else failed")
