@@ -32,6 +32,13 @@ def test_callers_that_cannot_be_told_apart_are_bounded_together_only() -> None:
     assert (caught.value.reason, caught.value.rejection) == ("TOO_MANY_STREAMS", "caller_streams")
 
 
+def test_of_all_there_are_as_many_as_before_when_some_have_ended() -> None:
+    streams = OpenRpcs(2, 2)
+    for _ in range(3):
+        with streams.one_more("a"), streams.one_more(None), pytest.raises(Overloaded, match="all callers together"):
+            streams.begin("b")
+
+
 def test_a_stream_that_breaks_is_counted_no_longer() -> None:
     streams = OpenRpcs(1, 1)
     for _ in range(2):
