@@ -56,11 +56,13 @@ async def check_each_time() -> None:
     for begin in (0.0, 4.0, 4.5):
         waits.append(waiting(timeouts))
         await at(begin)
-    late = []
+    late, looks = [], []
     for seconds in (9.9, 10.1, 13.9, 14.1, 14.4, 14.6):
         await at(seconds)
         late.append(sum(wait.done() for _, wait in waits))
+        looks.append(timeouts._timer.when() if timeouts._timer else None)
     assert late == [0, 1, 1, 2, 2, 3]
+    assert looks == [10.0, 14.0, 14.0, 14.5, 14.5, None], "not before the next one may be late"
     waits.append(waiting(timeouts))  # when none has been waiting
     await at(14.6)
     await at(24.5)
