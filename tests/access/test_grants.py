@@ -158,7 +158,7 @@ def test_the_command_makes_an_entry_and_a_secret(tmp_path: Path, capsys: pytest.
     assert shown.strip() not in more
     assert main(["token", "ann", "--out", str(secret)]) == 1
     assert secret.read_text().strip() == token
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", f"attnserve-server: {secret}: File exists\n")
 
 
 def test_the_command_takes_the_longest_name(capsys: pytest.CaptureFixture[str]) -> None:
