@@ -28,6 +28,7 @@ def granted(tmp_path: Path, read: Any, lines: str, files: dict[str, str]) -> Any
         ("0::/pod/app", {"pod/cpu.max": "150000 100000\n", "pod/app/cpu.max": "max 100000\n"}, 1.5),
         ("0::/pod/app", {"pod/cpu.max": "400000 100000\n", "pod/app/cpu.max": "50000 100000\n"}, 0.5),
         ("0::/outside/the/container", {"cpu.max": "100000 100000\n"}, 1.0),
+        ("0::/pods.slice:cri:app", {"pods.slice:cri:app/cpu.max": "300000 100000\n"}, 3.0),
         (
             "4:cpu,cpuacct:/a",
             {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
 import pytest
 
-from attnserve_server.host.cpus import has_amx, is_amd, model
+from attnserve_server.host import control_groups
+from attnserve_server.host.cpus import has_amx, is_amd, model, usable_cpus
 
 DESCRIPTION = "processor\t: 0\nvendor_id\t: {}\nmodel name\t: AuthenticAMD amx_bf16\nflags\t\t: fpu avx512f {}\n\n"
 
@@ -38,3 +40,14 @@ def test_where_nothing_is_described(tmp_path: Path) -> None:
     assert model(tmp_path / "cpuinfo") in (platform.processor(), platform.machine())
     (tmp_path / "other").write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
     assert model(tmp_path / "other") == platform.machine()
+
+
+@pytest.mark.parametrize(("count", "usable"), [(8, 8), (None, 1)])
+def test_where_there_is_no_affinity_all_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, count: int | None, usable: int
+) -> None:
+    """On macOS, or where nobody knows how many there are."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    monkeypatch.setattr(control_groups, "cpu_quota", lambda: None)
+    assert usable_cpus() == usable
