@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from calls import metric, until
 from conftest import Server
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from attnserve_server.access.tls import ServerTls
 
@@ -37,6 +39,14 @@ def test_of_a_chain_it_is_the_servers_own(tmp_path: Path) -> None:
     files.certificate.write_bytes(own + authority.ca.read_bytes())
     assert expiry(files.certificate) != expiry(authority.ca)
     assert ServerTls(*files, None).expiry() == expiry(files.certificate)
+
+
+def test_of_one_that_is_not_for_servers_it_is_not_known(tmp_path: Path) -> None:
+    """Here, an authority's own. That keeps no server from starting."""
+    authority = certificates.Authority(tmp_path)
+    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (key := tmp_path / "key.pem").write_bytes(authority._key.private_bytes(*pem))
+    assert math.isnan(ServerTls(authority.ca, key, None).expiry())
 
 
 def test_it_is_that_of_the_files_in_use(start_server: Callable[..., Server], tmp_path: Path) -> None:

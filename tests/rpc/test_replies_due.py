@@ -104,6 +104,30 @@ async def test_of_too_many_in_all_the_oldest_are_ended_and_nobody_else_is_refuse
         assert 0 < len(small.due) <= OF_ALL
 
 
+async def test_on_a_connection_there_is_room_again_once_a_reply_is_sent() -> None:
+    due, peer = RepliesDue(OF_ONE, OF_ALL), "ipv4:192.0.2.1:50000"
+
+    async def call(sent: asyncio.Event) -> None:
+        due.require_room(peer)
+        due.begin(peer)
+        await sent.wait()
+
+    for _ in range(2):
+        sent = [asyncio.Event() for _ in range(OF_ONE)]
+        running = [asyncio.create_task(call(each)) for each in sent]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=f"as one may have: {OF_ONE}"):
+            due.require_room(peer)
+        due.require_room("ipv4:192.0.2.1:50001")
+        sent[0].set()
+        await running[0]
+        due.require_room(peer)
+        for each in sent:
+            each.set()
+        await asyncio.gather(*running)
+    assert not len(due)
+
+
 async def test_those_on_a_unix_socket_are_refused_when_all_are_too_many() -> None:
     """They look alike, and their connections cannot be closed."""
     due = RepliesDue(OF_ONE, OF_ALL)
