@@ -112,19 +112,22 @@ async def test_on_a_connection_there_is_room_again_once_a_reply_is_sent() -> Non
         due.begin(peer)
         await sent.wait()
 
-    for _ in range(2):
-        sent = [asyncio.Event() for _ in range(OF_ONE)]
-        running = [asyncio.create_task(call(each)) for each in sent]
+    def begin() -> tuple[asyncio.Event, asyncio.Task[None]]:
+        return (sent := asyncio.Event()), asyncio.create_task(call(sent))
+
+    running = [begin() for _ in range(OF_ONE)]
+    for _ in range(2 * OF_ONE):
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match=f"as one may have: {OF_ONE}"):
             due.require_room(peer)
         due.require_room("ipv4:192.0.2.1:50001")
-        sent[0].set()
-        await running[0]
-        due.require_room(peer)
-        for each in sent:
-            each.set()
-        await asyncio.gather(*running)
+        sent, oldest = running.pop(0)
+        sent.set()
+        await oldest
+        running.append(begin())
+    for sent, last in running:
+        sent.set()
+        await last
     assert not len(due)
 
 
