@@ -83,6 +83,7 @@ def test_what_cannot_be_used_is_said_once_and_what_was_before_stays(
     caplog.set_level("INFO")
     words = Words(path)
     before = words.file.current
+    assert not words.file.reload_failed()
     spoil(path)
     for _ in range(3):
         assert words.file.reload_failed()
