@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import certificates
 import pytest
+from loopback import loopback
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from rpcs import ANYBODY, new_metrics
@@ -24,7 +25,7 @@ from attnserve_server.observability.health import Health
 from attnserve_server.observability.http import HttpServer
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.observability.refusals import Refusals
-from attnserve_server.settings.units import parse_address
+from attnserve_server.settings.units import Address, parse_address
 from attnserve_server.start_errors import ListenError
 
 
@@ -298,6 +299,18 @@ def unverified() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
+
+
+@pytest.mark.parametrize("host", loopback())
+async def test_it_says_where_it_listens(host: str) -> None:
+    server = HttpServer(str(Address(host, 0)), new_metrics().registry, Health(), ANYBODY, None, Refusals())
+    address = parse_address(await server.start())
+    assert address.host == host
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"\r\n\r\nstarting\n")
+    writer.close()
+    await server.stop()
 
 
 async def test_a_taken_port_is_an_error() -> None:
