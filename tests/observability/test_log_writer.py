@@ -68,6 +68,7 @@ def test_what_cannot_be_written_is_counted() -> None:
 
 def test_what_was_left_out_is_told_of_though_no_line_follows(pipe: FullPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "MAX_WAITING", 10_000)
+    monkeypatch.setattr(log_writer, "PATIENCE_S", 60.0)
     stream = os.fdopen(os.dup(pipe.writer.fileno()), "w", encoding="utf-8")
     writer = LogWriter(stream)
     writer.setFormatter(JsonFormatter())
@@ -98,7 +99,8 @@ def test_who_ends_waits_once_for_a_log_that_nobody_reads(pipe: FullPipe, monkeyp
     stream.close()
 
 
-def test_a_disk_that_has_room_again_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_a_disk_that_has_room_again_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "PATIENCE_S", 60.0)
     with open("/dev/full", "w") as disk, (tmp_path / "log").open("w") as room:
         writer = LogWriter(disk)
         writer.setFormatter(JsonFormatter())
