@@ -119,6 +119,19 @@ async def test_what_was_left_out_is_said_without_being_asked(lines: list[Any], m
         assert (len(lines), lines[-1].left_out) == (BURST + times, missing)
 
 
+async def test_what_was_said_at_the_end_is_not_said_again(
+    lines: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("attnserve_server.observability.refusals.SUMMARY_AFTER", 0.0)
+    refusals = Refusals(lambda: 0.0)
+    note(refusals, invalid(), int(BURST) + 7)
+    refusals.close()
+    for _ in range(100):  # turns of the event loop, in one of which a timer would fire
+        await asyncio.sleep(0)
+    assert (len(lines), lines[-1].left_out) == (BURST + 1, 7)
+    assert "Exception" not in caplog.text
+
+
 def test_long_request_ids_are_cut_off() -> None:
     assert request_id("rpc", [("other", "x"), ("x-request-id", "y" * 1000)]) == "y" * MAX_ID
 
