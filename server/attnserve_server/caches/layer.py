@@ -71,6 +71,8 @@ class _PageList:
 
 _NO_PAGES: Final = _PageList(array("i"), inf)
 """The list of all layers that have none: these take little memory."""
+_NO_CHANGES: Final[list[Change]] = []
+"""The line of all layers for which no change waits, likewise."""
 
 
 class CacheLayer:
@@ -92,9 +94,8 @@ class CacheLayer:
         """
         self.promised = 0
         """Free pages promised to the changes that wait."""
-        # The changes that wait; the tokens that the appends among them have, and how many are no appends. It is no
-        # list: an empty one in each layer took memory, and the garbage collector's time.
-        self._line: tuple[Change, ...] = ()
+        # The changes that wait; the tokens that the appends among them have, and how many are no appends.
+        self._line = _NO_CHANGES
         self._to_append = 0
         self._others = 0
 
@@ -127,13 +128,19 @@ class CacheLayer:
 
     def wait(self, change: Change, first: bool = False) -> None:
         """Queues a change, behind all others or before them."""
-        self._line = (change, *self._line) if first else (*self._line, change)
+        if not self._line:
+            self._line = [change]  # short: a deque allocates room for many from the start
+        elif first:
+            self._line.insert(0, change)
+        else:
+            self._line.append(change)
         self._count(change, 1)
 
     def wait_no_more(self, change: Change) -> None:
         """Takes a change out of the queue: its turn has come, or never will."""
-        at = self._line.index(change)
-        self._line = self._line[:at] + self._line[at + 1 :]
+        self._line.remove(change)
+        if not self._line:
+            self._line = _NO_CHANGES
         self._count(change, -1)
 
     @property

@@ -88,7 +88,7 @@ class Register:
         return cache
 
     def list(self, owner: str | None, now: float, after: int = 0) -> Sequence[Cache]:
-        """The caches of an owner with numbers above `after`, by the time of their creation."""
+        """The caches of an owner with numbers above `after` that have not expired, by the time of their creation."""
         owned = (cache for cache in self._caches.values() if cache.owner == owner and cache.number > after)
         return [cache for cache in owned if not cache.expired(now)]
 

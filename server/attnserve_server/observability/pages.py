@@ -36,7 +36,7 @@ PATIENCE_S: Final = 1.0
 pauses, since whoever asked waits for some seconds only.
 """
 PIECE: Final = 50
-"""The most samples that are encoded at once: some take 20 µs each."""
+"""The most samples that are encoded at once: a metric with labels may have hundreds."""
 
 Encode: TypeAlias = Callable[[Collector], bytes]
 logger = logging.getLogger(__name__)
@@ -124,7 +124,9 @@ async def _rendered(registry: Collector, encode: Encode) -> bytes:
 
 
 def _encoded(metric: Metric, encode: Encode, end: bytes) -> Iterator[bytes]:
-    """A metric as `encode` makes it, in pieces, without the end of the page."""
+    """A metric as `encode` makes it, in pieces, without the end of the page. (In text, times of creation would come
+    behind all other samples; no metric of a server has any.)
+    """
     samples, head = metric.samples, b""
     for first in range(0, max(1, len(samples)), PIECE):
         piece = copy(metric)
