@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from attnserve_server.caches.changes import Cut, Grow
@@ -41,3 +43,19 @@ def test_an_append_that_is_undone_makes_no_other_forgotten(layer: CacheLayer) ->
     assert not layer.has_append(1), "it is remembered no longer"
     layer.restore(MOST_APPENDS, None, before)
     assert [layer.has_append(append_id) for append_id in (1, MOST_APPENDS, MOST_APPENDS + 1)] == [True, True, False]
+
+
+def test_an_empty_layer_takes_little_memory() -> None:
+    """Also after changes have waited for it. A server may have millions."""
+    allocator, change, count = PageAllocator(1), Cut(0), 1000
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        layers = [CacheLayer(allocator, 4) for _ in range(count)]
+        for layer in layers:
+            layer.wait(change)
+            layer.wait_no_more(change)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / count <= 125

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from cache_bench import PATIENCE_S, Bench, bench
 
+from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
 from attnserve_server.scheduling import pending
 
 __all__ = ["bench"]
@@ -60,7 +61,7 @@ async def test_callers_are_next_in_turns(bench: Bench, takes_long: bool, request
 
 
 async def test_many_that_take_little_run_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "RUN_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(pending, "SLICE_SECONDS", PATIENCE_S)
     async with turning(bench) as turns:
         looks = [bench.look(bench.create(1)) for _ in range(5)]
         for entry in looks:
@@ -89,7 +90,7 @@ async def test_a_process_that_was_suspended_meanwhile_is_not_held_up_for_long(
     async with turning(bench) as turns:
         for entry in [bench.look(bench.create(1)) for _ in range(2)]:
             await bench.outcome(entry)
-    assert turns[1] <= pending.TURNS * pending.LONGEST_SECONDS / pending.RUN_SECONDS + 3
+    assert turns[1] <= pending.TURNS * LONGEST_SECONDS / SLICE_SECONDS + 3
     await bench.finished()
 
 

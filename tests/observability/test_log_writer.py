@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from full_pipe import PIPE, FullPipe
@@ -66,6 +67,17 @@ def test_what_cannot_be_written_is_counted() -> None:
         assert writer.left_out == 1
 
 
+def read_to_the_end(pipe: FullPipe, writer: LogWriter, stream: IO[str]) -> str:
+    """What somebody reads who begins as the writer ends."""
+    said: list[str] = []
+    reading = threading.Thread(target=lambda: said.append(pipe.rest()))
+    reading.start()
+    writer.close()
+    stream.close()
+    reading.join()
+    return said[0]
+
+
 def test_what_was_left_out_is_told_of_though_no_line_follows(pipe: FullPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "MAX_WAITING", 10_000)
     monkeypatch.setattr(log_writer, "PATIENCE_S", 60.0)
@@ -74,13 +86,8 @@ def test_what_was_left_out_is_told_of_though_no_line_follows(pipe: FullPipe, mon
     writer.setFormatter(JsonFormatter())
     while not writer.left_out:
         writer.handle(record("a line"))
-    said: list[str] = []
-    reading = threading.Thread(target=lambda: said.append(pipe.rest()))
-    reading.start()
-    writer.close()
-    stream.close()
-    reading.join()
-    *lines, last = map(json.loads, said[0].splitlines())
+    said = read_to_the_end(pipe, writer, stream)
+    *lines, last = map(json.loads, said.splitlines())
     assert (last["left_out"], last["level"]) == (1, "warning")
     assert {line["message"] for line in lines} == {"a line"}
 
@@ -140,10 +147,5 @@ def test_a_pipe_that_does_not_block_is_waited_for(pipe: FullPipe) -> None:
     stream = os.fdopen(os.dup(pipe.writer.fileno()), "w", encoding="utf-8")
     writer = LogWriter(stream)
     writer.handle(record("x" * 3 * PIPE))
-    said: list[str] = []
-    reading = threading.Thread(target=lambda: said.append(pipe.rest()))
-    reading.start()
-    writer.close()
-    stream.close()
-    reading.join()
-    assert (said, writer.left_out) == (["x" * 3 * PIPE + "\n"], 0)
+    said = read_to_the_end(pipe, writer, stream)
+    assert (said, writer.left_out) == ("x" * 3 * PIPE + "\n", 0)

@@ -10,8 +10,9 @@ from weakref import ref
 
 import pytest
 
+from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
 from attnserve_server.rpc import reading_turns
-from attnserve_server.rpc.reading_turns import CALLED, LONGEST_SECONDS, SLICE_SECONDS, TURNS, ReadingTurn, ReadingTurns
+from attnserve_server.rpc.reading_turns import CALLED, TURNS, ReadingTurn, ReadingTurns
 
 LONG, SHORT = 1.1 * SLICE_SECONDS, 0.4 * SLICE_SECONDS
 PATIENCE_S = 30.0

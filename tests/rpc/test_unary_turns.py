@@ -14,9 +14,10 @@ from rpcs import rpcs_of
 from attnserve_server.access.callers import anybody
 from attnserve_server.devices.cpu import CpuDevice
 from attnserve_server.errors import Overloaded
+from attnserve_server.host.loop_slices import SLICE_SECONDS
 from attnserve_server.rpc import engine_calls
 from attnserve_server.rpc.engine_calls import EngineCalls
-from attnserve_server.rpc.reading_turns import SLICE_SECONDS, TURNS, ReadingTurns
+from attnserve_server.rpc.reading_turns import TURNS, ReadingTurns
 from attnserve_server.rpc.rpcs import Received
 
 __all__ = ["torch_threads"]

@@ -12,15 +12,10 @@ from time import monotonic, perf_counter
 from typing import Final
 
 from attnserve_server.caches.register import Register
+from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
 
-SLICE_SECONDS: Final = 0.001
-"""About how long caches are evicted before the loop turns to others. To free one takes some microseconds for each layer
-and each page.
-"""
 PAUSE: Final = 9
-"""How many times as long the loop then has for others."""
-LONGEST_SECONDS: Final = 0.3
-"""No slice counts for more: it may have taken longer only because the process was suspended meanwhile."""
+"""How many times as long as caches were evicted the loop then has for others."""
 
 
 class Expiry:

@@ -21,16 +21,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from attnserve_server.host.loop_slices import SLICE_SECONDS
+
 EVERY_S: Final = 0.5
 """The time between two pages in the long run, in seconds."""
 SAVED: Final = 60
 """How many pages may be rendered one right after the other, if few were lately: tools ask a few times in a row, or
 until something changes.
 """
-SLICE_SECONDS: Final = 0.001
-"""About how long a page is rendered before the loop turns for others."""
 TURNS: Final = 10
-"""How often it turns then: about as often as a unary call needs."""
+"""How often the loop turns for others after each slice of a page: about as often as a unary call needs."""
 PATIENCE_S: Final = 1.0
 """How long the loop turns for others while a page is rendered. Where turns take long, the rest then comes without
 pauses, since whoever asked waits for some seconds only.

@@ -15,12 +15,13 @@ from typing import NamedTuple, TypeAlias
 
 from attnserve_server.access.callers import Caller
 from attnserve_server.errors import RequestError
+from attnserve_server.host.loop_slices import SLICE_SECONDS
 from attnserve_server.observability.metrics import Metrics, Operation
 from attnserve_server.observability.usage import Usage
 from attnserve_server.requests.work import Work
 from attnserve_server.rpc.answers import encoded, unwanted
 from attnserve_server.rpc.fast_path import Answered, FastPath
-from attnserve_server.rpc.reading_turns import SLICE_SECONDS, ReadingTurns
+from attnserve_server.rpc.reading_turns import ReadingTurns
 from attnserve_server.rpc.rpcs import Handler, Received, Rpcs, when_sent
 from attnserve_server.scheduling.engine import Engine
 from attnserve_server.scheduling.entry import Entry, Outcome

@@ -20,14 +20,10 @@ from itertools import islice
 from typing import Final
 from weakref import WeakValueDictionary
 
-SLICE_SECONDS: Final = 0.001
-"""About how long messages are read before the loop turns. Five times as long, and others had about half as many answers
-beside callers who send tiny calls without end; and these had fewer, too. Half as long, and a busy server did less.
-"""
+from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
+
 TURNS: Final = 3
 """How often the loop turns for each slice that was read: a message that is read as a whole may take several."""
-LONGEST_SECONDS: Final = 0.3
-"""No reading counts for more: it may have taken longer only because the process was suspended meanwhile."""
 MOST_KEPT: Final = 64
 """How many callers without streams are remembered, with what they have read."""
 CALLED: Final = 16

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from attnserve_server.errors import Cancelled, DeadlineExceeded, RequestError, error_for_caller
+from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
 from attnserve_server.observability.metrics import Metrics
 from attnserve_server.requests.work import Work
 from attnserve_server.scheduling.admission import Admission
@@ -29,14 +30,10 @@ if TYPE_CHECKING:
     from attnserve_server.devices import Device
 
 
-RUN_SECONDS: Final = 0.001
-"""About how long requests that have nothing to compute run before the loop turns to others."""
 TURNS: Final = 10
-"""How often it turns for each `RUN_SECONDS` that they ran: about as often as a unary call needs. RPCs that come
-meanwhile must begin in time, or gRPC cancels them.
+"""How often the loop turns for each slice in which requests ran that have nothing to compute: about as often as a unary
+call needs. RPCs that come meanwhile must begin in time, or gRPC cancels them.
 """
-LONGEST_SECONDS: Final = 0.3
-"""No run counts for more: it may have taken longer only because the process was suspended meanwhile."""
 
 
 class PendingRequests:
@@ -106,13 +103,13 @@ class PendingRequests:
 
     def run_without_device(self, device: Device) -> None:
         """Runs requests that have nothing to compute and whose turn has come or comes meanwhile: all, or for about
-        `RUN_SECONDS`. Then it is called again, after the more turns of the loop the longer they took.
+        `SLICE_SECONDS`. Then it is called again, after the more turns of the loop the longer they took.
         """
         first = now = perf_counter()
-        while self._without_device and now - first < RUN_SECONDS:
+        while self._without_device and now - first < SLICE_SECONDS:
             self._run_next(now, device)
             now = perf_counter()
-        if turns := int(TURNS * min(now - first, LONGEST_SECONDS) / RUN_SECONDS):
+        if turns := int(TURNS * min(now - first, LONGEST_SECONDS) / SLICE_SECONDS):
             self._call_after(turns)
         elif self._without_device:
             self._call_after(0)
