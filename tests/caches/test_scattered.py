@@ -79,11 +79,11 @@ def test_merges(counts: list[int], merged: int, heads: tuple[int, int], seed: in
     """Results over any number of pages become one for each query, with the same bits whatever others are merged."""
     generator = torch.Generator().manual_seed(seed)
     total, (rows, kv_heads) = sum(counts), heads
-    output, lse = torch.randn(total, rows, kv_heads, 8, generator=generator), torch.randn(total, rows, kv_heads)
+    output = torch.randn(total, rows, kv_heads, 8, generator=generator)
+    lse = torch.randn(total, rows, kv_heads, generator=generator)
     place = torch.randperm(total, generator=generator)
 
-    def merge(counts: list[int], place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = output, lse
+    def merge(counts: list[int], place: torch.Tensor, *found: torch.Tensor) -> tuple[torch.Tensor, ...]:
         levels, sizes = scattered._levels(np.array(counts), place.numpy())
         for level, size in zip(levels, sizes, strict=True):
             chosen = None if level is None else tuple(map(torch.from_numpy, scattered._chosen(level)))
@@ -92,10 +92,11 @@ def test_merges(counts: list[int], merged: int, heads: tuple[int, int], seed: in
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scattered, "MERGED", merged)
-        found = merge(counts, place)
+        found = merge(counts, place, output, lse)
         for n, own in enumerate(torch.split(place, counts)):
-            for part, alone in zip(found, merge([len(own)], own), strict=True):
-                assert torch.equal(part[n], alone[0])
+            alone = merge([len(own)], torch.arange(len(own)), output[own], lse[own])
+            for part, same in zip(found, alone, strict=True):
+                assert torch.equal(part[n], same[0])
     for n, own in enumerate(torch.split(place, counts)):
         weights = lse[own].softmax(0).unsqueeze(-1)
         torch.testing.assert_close(found[0][n], (output[own] * weights).sum(0), rtol=0, atol=1e-5)
