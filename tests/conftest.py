@@ -73,6 +73,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Torch's own random numbers are the same for a test whichever ran before it in its process."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
+
+
 class Server:
     """A server that is ready, in a process of its own on free ports of this machine."""
 
