@@ -96,6 +96,36 @@ def test_what_cannot_be_used_is_said_once_and_what_was_before_stays(
     assert words.reads == 3
 
 
+def test_what_could_not_be_used_for_a_while_is_read_without_a_change(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the process had no file descriptors left. Each reason is said once."""
+    caplog.set_level("INFO")
+    now = [100.0]
+    monkeypatch.setattr(watched, "monotonic", lambda: now[0])
+    found: list[list[str] | str] = [["one"]]
+
+    def load() -> list[str]:
+        if isinstance(found[0], str):
+            raise StartError(found[0])
+        return found[0]
+
+    file = Watched("the file", "its words stay as they were", [path], load)
+    replace(path)
+    for now[0], found[0], failed in (  # type: ignore[assignment]
+        (101.0, "too many open files", True),
+        (101.9, ["two"], True),
+        (102.1, "too many open files", True),
+        (103.2, "an error of the disk", True),
+        (104.3, ["two"], False),
+        (106.0, ["three"], False),
+    ):
+        assert file.reload_failed() is failed
+        assert file.current == (["one"] if failed else ["two"])
+    not_reloaded = "the file was not reloaded: its words stay as they were"
+    assert caplog.messages == [not_reloaded, not_reloaded, "the file was reloaded"]
+
+
 def test_files_are_looked_at_so_often_and_no_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(watched, "monotonic", lambda: now[0])

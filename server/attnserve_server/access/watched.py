@@ -3,6 +3,8 @@
 In: paths, and how to load what they hold. Out: the present contents; those before, as long as new ones cannot be used
 (in the middle of a rotation, say), which the log tells. `stat` tells that there is something new: a file that is
 replaced, overwritten or, as in Kubernetes, behind a link that now leads elsewhere, has another identity, size or time.
+Files that could not be used are also read again without that: what prevented it may have been something else, such as
+a lack of file descriptors.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from attnserve_server.start_errors import StartError
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 1.0
+"""How long after files could not be used they are read again though they are the same."""
 
 
 class Watched(Generic[T]):
@@ -34,32 +39,41 @@ class Watched(Generic[T]):
         self._paths, self._load, self._interval = paths, load, interval
         self._seen: object = None
         self._looked = float("-inf")
-        self._failed = False
-        self._has_changed()
+        self._retry = float("inf")
+        self._error: str | None = None
+        """Why the files could not be used when they were last read; None if they could."""
+        self._has_changed(monotonic())
         self._contents = load()
 
     @property
     def current(self) -> T:
         """The contents: the same object for as long as the files have not changed."""
-        if self._has_changed():
-            self._failed = True
-            try:
-                self._contents = self._load()
-            except StartError as error:
-                logger.error(f"{self._what} was not reloaded: {self._otherwise}", extra={"error": error})
-            else:
-                self._failed = False
-                logger.info(f"{self._what} was reloaded")
+        now = monotonic()
+        changed = self._has_changed(now)
+        if changed or now >= self._retry:
+            self._read_again(now, changed)
         return self._contents
 
     def reload_failed(self) -> bool:
         """Whether the files have changed and could not be used: then the contents are not what they say."""
         _ = self.current  # looks at the files
-        return self._failed
+        return self._error is not None
 
-    def _has_changed(self) -> bool:
+    def _read_again(self, now: float, changed: bool) -> None:
+        before, self._error = self._error, "a fault of the server"  # unless the following says otherwise
+        self._retry = now + RETRY_S
+        try:
+            self._contents = self._load()
+        except StartError as error:
+            self._error = str(error)
+            if changed or self._error != before:
+                logger.error(f"{self._what} was not reloaded: {self._otherwise}", extra={"error": error})
+        else:
+            self._error, self._retry = None, float("inf")
+            logger.info(f"{self._what} was reloaded")
+
+    def _has_changed(self, now: float) -> bool:
         """Whether the files have changed since the last look: they are to be read after this, not before."""
-        now = monotonic()
         if now - self._looked < self._interval:
             return False
         self._looked = now
