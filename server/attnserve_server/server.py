@@ -127,6 +127,7 @@ class Server:
         if self._config.layers:
             await self._load_layers()
         self.engine.open()
+        self.caches.expiry.begin()
         if self._watchdog is not None:
             self._watchdog.start()
         self.health.set("serving")
@@ -187,6 +188,7 @@ class Server:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self._refusals.close()
+        self.caches.expiry.end()
         self.registry.close()
         self.engine.close()
         if not self.engine.is_computing and self.engine.failure is None:

@@ -82,6 +82,30 @@ def test_the_longer_it_took_the_longer_others_have(
     assert [seconds for seconds, _ in pauses] == [pytest.approx(pause)]
 
 
+async def test_it_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody asks."""
+    monkeypatch.setattr(expiry, "EVERY_S", 0.001)
+    leased = Leased()
+    leased.expiry.begin()
+    assert len(leased.store) == 1
+    leased.caches[-1].expires = 0.0
+    async with asyncio.timeout(60):
+        while len(leased.store):  # noqa: ASYNC110 - a store tells no event
+            await asyncio.sleep(0.001)
+    leased.expiry.end()
+
+
+async def test_when_it_has_ended_it_evicts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(expiry, "EVERY_S", 0.001)
+    leased = Leased()
+    leased.expiry.begin()
+    leased.expiry.end()
+    left = len(leased.store)
+    await asyncio.sleep(0.05)
+    assert len(leased.store) == left == CACHES - 1
+
+
 @pytest.mark.usefixtures("pauses")
 def test_what_has_not_been_evicted_yet_is_gone_all_the_same() -> None:
     leased = Leased()

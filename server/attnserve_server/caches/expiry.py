@@ -1,7 +1,8 @@
 """Evicts the caches whose lease has ended, some at a time, so that thousands of them do not keep the event loop.
 
 In: a store and a clock. Out: nothing. Whoever needs the room of such a cache evicts it (`store.py`), and nobody finds
-it any more; so nothing depends on this, but what it frees is seen to be free. On the event loop.
+it any more; so nothing depends on this, but what it frees is seen to be free: by a scrape, for one, which would else
+find those of all the time since the last one. On the event loop.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Final
 
 from attnserve_server.caches.register import Register
 from attnserve_server.host.loop_slices import LONGEST_SECONDS, SLICE_SECONDS
+
+EVERY_S: Final = 1.0
+"""How often it looks for them."""
 
 PAUSE: Final = 9
 """How many times as long as caches were evicted the loop then has for others."""
@@ -27,6 +31,19 @@ class Expiry:
         self._clock = clock
         self._next: asyncio.TimerHandle | None = None
         """Evicts more."""
+        self._look: asyncio.TimerHandle | None = None
+        """Looks again."""
+
+    def begin(self) -> None:
+        """Looks again and again from now on."""
+        self._look = asyncio.get_running_loop().call_later(EVERY_S, self.begin)
+        self.look()
+
+    def end(self) -> None:
+        """Looks no more, and evicts no more."""
+        for timer in (self._next, self._look):
+            if timer is not None:
+                timer.cancel()
 
     def look(self) -> None:
         """Evicts all caches whose lease has ended: now, or if they are many, some of them later."""

@@ -266,7 +266,7 @@ class Caches:
         yield _labelled(
             CounterMetricFamily,
             "attnserve_cache_evictions",
-            "Caches evicted, their lease having ended: when they were looked for (lease), when an append needed their "
+            "Caches evicted, their lease having ended: soon after that (lease), when an append needed their "
             "pages, or when another cache needed their place (caches).",
             "reason",
             counts.evictions.items(),
