@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,6 @@ from scores import BROKEN, DEFINITION, PATIENCE_S, X, expected, weight, write
 
 from attnserve import AsyncClient, Client, InvalidRequestError, NotFoundError
 from attnserve.__main__ import main
-from attnserve.v1 import layers_pb2
-from attnserve_server.errors import ComputationFailed
-from attnserve_server.rpc.layer_service import LayerService
 
 
 @pytest.fixture(scope="module")
@@ -272,22 +268,6 @@ def test_a_config_whose_numbers_are_none_is_the_callers_to_mend(
     with pytest.raises(InvalidRequestError, match="max_window_layers: expected a whole number") as caught:
         client.layers.load("qwen2.toml")
     assert caught.value.field == "definitions"
-
-
-async def test_a_failure_of_the_servers_own_is_not_said_to_be_of_the_device() -> None:
-    class Broken:
-        max_layers = 1
-
-        async def load(self, definitions: str, names: list[str]) -> Any:
-            raise TypeError(f"nothing for callers: {definitions}, {names}")
-
-    made: dict[str, Any] = {}
-    rpcs: Any = SimpleNamespace(answering=lambda name, message, answer, *roles: made.setdefault(name, answer))
-    registry: Any = Broken()
-    server: Any = SimpleNamespace(add_generic_rpc_handlers=lambda handlers: None)
-    LayerService(registry, rpcs, lambda: None, administration=True).register(server)
-    with pytest.raises(ComputationFailed, match=r"the layers could not be loaded$"):
-        await made["load_layers"](None, layers_pb2.LayerServiceLoadRequest(definitions="layers.toml"))
 
 
 def test_more_defects_than_a_status_has_room_for(changing: tuple[Server, Client], directory: Path) -> None:

@@ -21,6 +21,7 @@ from attnserve_server.errors import (
     PermissionDenied,
     RequestError,
 )
+from attnserve_server.host.allocator import UnusedMemory
 from attnserve_server.layers.errors import LayerError, NoSuchFileError, NoSuchLayerError
 from attnserve_server.layers.registry import Loaded, Registry
 from attnserve_server.rpc.rpcs import Rpcs
@@ -33,9 +34,18 @@ LAYER_SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["LayerService"].full_
 class LayerService:
     """The service for one registry. Without `administration`, no caller can load or unload layers."""
 
-    def __init__(self, registry: Registry, rpcs: Rpcs, check_open: Callable[[], None], *, administration: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        rpcs: Rpcs,
+        check_open: Callable[[], None],
+        unused_memory: UnusedMemory,
+        *,
+        administration: bool,
+    ) -> None:
         """`check_open` raises what new work gets from a server that takes none."""
         self._registry = registry
+        self._unused_memory = unused_memory
         self._rpcs = rpcs
         self._check_open = check_open
         self._administration = administration
@@ -84,6 +94,7 @@ class LayerService:
             logger.exception("layers were not loaded", extra={"definitions": file})
             raise ComputationFailed("the layers could not be loaded") from None
         logger.info("loaded %s", ", ".join(each.name for each in loaded))
+        self._unused_memory.let_go()  # that of the layers that were replaced
         return pb.LayerServiceLoadResponse(layers=map(_message, loaded))
 
     def _unload(self, caller: Caller, request: pb.LayerServiceUnloadRequest) -> pb.LayerServiceUnloadResponse:
@@ -92,6 +103,7 @@ class LayerService:
             raise InvalidRequest("names", "at least one name", "none")
         self._check_names(request.names)
         self._registry.unload(request.names)
+        self._unused_memory.let_go()
         logger.info("unloaded %s", ", ".join(request.names))
         return pb.LayerServiceUnloadResponse()
 

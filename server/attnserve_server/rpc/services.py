@@ -102,8 +102,8 @@ class Services:
         self._tls = parts.access.tls
         engine, metrics, callers = parts.engine, parts.metrics, parts.access.callers
         endings = Endings(metrics, parts.refusals)
-        reading_turns = ReadingTurns()
-        unread = UnreadReplies(config.max_unread_time or inf, callers, endings, UnusedMemory())
+        reading_turns, unused_memory = ReadingTurns(), UnusedMemory()
+        unread = UnreadReplies(config.max_unread_time or inf, callers, endings, unused_memory)
         rpcs = Rpcs(callers, metrics, endings, _messages_due(config), unread, parts.tracing)
         # With a grace of 0, a stream would end before its caller could leave it.
         stream_life = (
@@ -129,7 +129,9 @@ class Services:
         info = server_info(config, parts.device, parts.limits, parts.caches.store).SerializeToString()
         calls = EngineCalls(engine, metrics, rpcs, reading_turns)
         self._attention = AttentionService(streams, calls, rpcs, info, config.max_caller_streams, stream_life)
-        layers = LayerService(parts.registry, rpcs, engine.check_open, administration=config.layer_administration)
+        layers = LayerService(
+            parts.registry, rpcs, engine.check_open, unused_memory, administration=config.layer_administration
+        )
         caches = CacheService(parts.caches, calls, rpcs, config.cache_ttl, parts.limits, reading_turns)
         strangers_streams = OpenRpcs(CONNECTION_STREAMS, UNIDENTIFIED_STREAMS)
         strangers_late = OpenRpcs(CONNECTION_STRANGERS, STRANGERS, too_many_unsent)
