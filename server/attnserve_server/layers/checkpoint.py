@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, bracketed, words_of
-from attnserve_server.layers.sources import TensorInfo, matrix_of, shape_of
+from attnserve_server.layers.sources import TensorInfo, shape_of
 from attnserve_server.layers.specification import LayerSpecification, ParameterSource
 
 if TYPE_CHECKING:
@@ -196,8 +196,8 @@ def load(specification: LayerSpecification, directory: Path, device: torch.devic
     Raises LayerError with everything that is wrong with them; torch.OutOfMemoryError if the device has no room.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
+    from attnserve_server.layers.stored import ChangedFileError, StoredTensors
     from attnserve_server.native.tensors import empty
 
     checkpoint = open_checkpoint(directory, specification.file, specification.name)
@@ -207,34 +207,28 @@ def load(specification: LayerSpecification, directory: Path, device: torch.devic
     dtype: torch.dtype = getattr(torch, specification.dtype)
     parameters: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
-        files: dict[Path, Any] = {}
+        files: dict[Path, StoredTensors] = {}
         for name, shape in specification.architecture.shapes().items():
             source = specification.parameters[name]
             path = checkpoint.paths[source.tensor]
+            parameters[name] = parameter = empty(shape, dtype, device)
+            beyond = 0.0
             try:
                 if path not in files:
-                    files[path] = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
-                # Reading maps pages of the file, which its owner may truncate: so keep a copy.
-                stored = _taken(files[path], source).reshape(shape)
-                parameters[name] = empty(shape, dtype, device).copy_(stored)
-            except (SafetensorError, OSError) as error:  # it changed after its header was read
+                    files[path] = opened.enter_context(StoredTensors(path))
+                for part, piece in files[path].pieces(source, checkpoint.tensors[source.tensor], parameter):
+                    part.copy_(piece)
+                    if _overflows(piece, dtype):
+                        beyond = max(beyond, piece.abs().max().item())
+            except (ChangedFileError, OSError) as error:
                 defect = Defect(specification.name, name, specification.file, "a safetensors file", words_of(error))
                 raise LayerError([defect]) from None
-            if _overflows(stored, dtype):
+            if beyond:
                 expected = f"elements within the range of {specification.dtype}"
-                found = f"one of {stored.abs().max().item():.4g}"
-                defects.append(Defect(specification.name, name, specification.file, expected, found))
+                defects.append(Defect(specification.name, name, specification.file, expected, f"one of {beyond:.4g}"))
     if defects:
         raise LayerError(defects)
     return parameters
-
-
-def _taken(file: Any, source: ParameterSource) -> torch.Tensor:
-    """What a source takes from a tensor, as mapped pages of the file: only those that are used get read."""
-    stored: torch.Tensor = file.get_tensor(source.tensor)
-    taken = stored.view(matrix_of(stored.shape))
-    taken = taken.t() if source.transposed else taken
-    return taken if source.start is None and source.stop is None else taken[source.start : source.stop]
 
 
 def _overflows(stored: torch.Tensor, dtype: torch.dtype) -> bool:
