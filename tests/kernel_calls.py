@@ -11,7 +11,7 @@ import oracle
 import torch
 from cases import Case
 
-from attnserve_server.kernels import AdditiveScore, AttentionCall, GeneralScore, attend
+from attnserve_server.kernels import AdditiveScore, AttentionCall, AttentionResult, GeneralScore, attend
 
 
 def tensor(array: Any) -> torch.Tensor:
@@ -74,6 +74,10 @@ def call_of(case: Case, **returned: Any) -> AttentionCall:
 
 def run(call: AttentionCall) -> Any:
     """The result of a call, as arrays."""
-    result = attend(call)
+    return arrays_of(attend(call))
+
+
+def arrays_of(result: AttentionResult) -> Any:
+    """A result in arrays."""
     lse, scores = (None if part is None else array(part) for part in (result.lse, result.scores))
     return SimpleNamespace(output=array(result.output), lse=lse, scores=scores, kernel=result.kernel)

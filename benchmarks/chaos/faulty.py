@@ -44,7 +44,7 @@ class FaultyDevice(CpuDevice):
         super().__init__(threads, inline_flops, None)
         self._lost = False
 
-    def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+    def attend_tensors(self, calls: list[AttentionCall], flops: int, again: bool = False) -> list[AttentionResult]:
         """Fails if one of the calls asks for it, or if the device is lost."""
         firsts = {first for call in calls if call.query.numel() for first in call.query[:, 0, 0, 0].tolist()}
         for name, value in FAULTS.items():
@@ -52,7 +52,7 @@ class FaultyDevice(CpuDevice):
                 self._fail(name)
         if self._lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super().attend_tensors(calls, flops)
+        return super().attend_tensors(calls, flops, again)
 
     def _fail(self, name: str) -> NoReturn:
         if name == "memory":

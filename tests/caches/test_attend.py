@@ -114,6 +114,22 @@ def test_queries_and_keys_may_take_scores_beyond_float32(
         np.testing.assert_allclose(weights.astype(np.float64), case.expected.weights, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 5, 16, 20])
+@pytest.mark.parametrize("name", ["plain", "causal", "grouped", "sinks", "window-bias"])
+def test_sums_of_products_may_overflow_on_the_way(
+    device: CpuDevice, name: str, length: int, storage: str, softcap: float
+) -> None:
+    """The sign of an infinite sum is not that of the score: a query gets the same at once and row by row."""
+    plan = plan_of(OPTIONS[name], dtype="float32", query_length=length, softcap=softcap)
+    case = stored(plan.case(length).overflowing(), storage)
+    for piece_bytes in (1, 1 << 25):
+        with bounds(piece_bytes=piece_bytes):
+            result = attended(device, case, storage, Way(per_page=8, scattered=True), return_lse=True)
+        accuracy.check_beyond_float32(case, result)
+
+
 @EVERY_OPTION
 @pytest.mark.parametrize("length", [1, 5])
 def test_which_kernel_computes_few_queries(device: CpuDevice, length: int, options: dict[str, Any]) -> None:

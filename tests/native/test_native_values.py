@@ -68,10 +68,8 @@ def test_what_is_attended_is_told_of(instructions: str, random: Random) -> None:
     altered = {name: getattr(call, name).copy() for name in ("query", "key", "value")}
     name = random.choice(("query", "key", "value"))
     place = (head, query) if name == "query" else (kv_head, key)
-    # Infinite queries and keys make some scores -inf, which weigh nothing.
-    altered[name][(*place, random.randrange(altered[name].shape[2]))] = (
-        random.choice(BAD) if name == "value" else np.nan
-    )
+    # Infinite queries and keys make infinite scores, which look like those of sums that overflowed.
+    altered[name][(*place, random.randrange(altered[name].shape[2]))] = random.choice(BAD)
     calls = [call, replace(call, **altered), call]
     outcomes = attend(library, calls, threads=random.choice((1, 2)))
     assert [outcome.finite for outcome in outcomes] == [True, False, True]

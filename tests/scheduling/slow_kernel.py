@@ -23,10 +23,10 @@ SECONDS: Final = 0.01
 class SlowDevice(CpuDevice):
     """A CPU that sleeps before it computes calls with a softcap."""
 
-    def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
+    def attend_tensors(self, calls: list[AttentionCall], flops: int, again: bool = False) -> list[AttentionResult]:
         """Computes calls."""
         time.sleep(SECONDS * sum(call.query.shape[0] for call in calls if call.softcap > 0))
-        return super().attend_tensors(calls, flops)
+        return super().attend_tensors(calls, flops, again)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ a CPU, the bits of a result depend neither on where pages lie nor on the other q
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -60,19 +60,26 @@ def _attend_each(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute
     steps = [None if fold else Step.of(query, pool) for query in queries]
     stepped = _run_steps([step for step in steps if step is not None], compute) if any(steps) else iter(())
     found = [None if step is None else next(stepped) for step in steps]
-    return completed(queries, found, lambda others: _attend_all(others, pool, compute, fold))
+    doubted = {
+        id(query)
+        for query, step, result in zip(queries, steps, found, strict=True)
+        if step is not None and result is None
+    }
+    return completed(queries, found, lambda others: _attend_all(others, pool, compute, fold, doubted))
 
 
-def _attend_all(queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool) -> list[AttentionResult]:
+def _attend_all(
+    queries: Sequence[CacheQuery], pool: PagePool, compute: Compute, fold: bool, doubted: Set[int]
+) -> list[AttentionResult]:
     """The results of queries by the kernels of `Attend`: once more in float64 where scores have left the range of
-    float32, since infinite lses cannot be merged.
+    float32, since infinite lses cannot be merged. So may those of queries whose ids are `doubted`, however finite.
     """
     running = [QueryAttention.of(query, pool, compute.torch_device, fold) for query in queries]
     _run_waves(running, pool, compute)
     again = {
         place: attention.in_float64()
         for place, attention in enumerate(running)
-        if attention.is_suspect and not attention.stays_in_float32(pool)
+        if (attention.is_suspect or id(queries[place]) in doubted) and not attention.stays_in_float32(pool)
     }
     _run_waves(list(again.values()), pool, compute)
     return [again.get(place, attention).result() for place, attention in enumerate(running)]

@@ -90,6 +90,8 @@ class Step:
     def take(self, results: Sequence[AttentionResult]) -> AttentionResult | None:
         """The result, from those of all computations; None if values or scores may have left the range of float32."""
         query = self.query
+        if any(result.suspect is not None for result in results):  # the sign of an infinite score means nothing
+            return None
         output, lse = results[0].output, results[0].lse
         if len(results) > 1:
             output, lse = merge(
@@ -114,6 +116,7 @@ class Step:
             to = at + len(block.key)
             _multiply(self.tensor.expand(to - at, -1, -1, -1), block.key.mT, query.scale, scores[at:to])
             at = to
+        suspect = None if surely_finite(scores) or scores.isfinite().all() else scores.new_ones(1, dtype=torch.bool)
         shift = self._bias(scores.view(count, heads, length, self.per_page), first_token)
         top = scores.amax((0, 3), keepdim=True)
         if self._may_lack_keys:
@@ -128,9 +131,9 @@ class Step:
         divisor = total.masked_fill(total == 0, 1) if self._may_lack_keys else total
         output = (outputs.sum(0) / divisor.unsqueeze(-1)).view(1, heads, length, -1)
         if len(self.pieces) == 1 and not (query.return_lse or query.sinks is not None or self._may_lack_keys):
-            return AttentionResult(output, None, None, CPU_PAGES)
+            return AttentionResult(output, None, None, CPU_PAGES, suspect)
         lse = (total.log() + top.view(total.shape)).view(1, heads, length)
-        return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES)
+        return AttentionResult(output, lse if shift is None else lse + shift, None, CPU_PAGES, suspect)
 
     def _is_sound(self, lse: torch.Tensor) -> bool:
         """Whether each row whose lse [1, Hq, Lq] is infinite lacks keys, rather than having scores that are all beyond

@@ -24,7 +24,7 @@ from attnserve_server.devices.native_compute import NativeCompute
 from attnserve_server.devices.results import collect, put, rows_of
 from attnserve_server.devices.staging import Stager
 from attnserve_server.host import cpus
-from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend
+from attnserve_server.kernels import KERNELS, AttentionCall, AttentionResult, attend, attend_again
 from attnserve_server.kernels.table import CPU_PAGES, CPU_PAGES_DESCRIPTION
 from attnserve_server.native.calls import applies, attend_all
 from attnserve_server.native.library import DESCRIPTION, NAME, Library, Team, Threads
@@ -112,7 +112,7 @@ class CpuDevice:
             assert request.unfinished is not None
             missing = request.of_sequences(request.unfinished.sequences)
             staged = self._stager.stage([missing])
-            attended = self.attend_tensors([each.call for each in staged], missing.extent.flops)
+            attended = self.attend_tensors([each.call for each in staged], missing.extent.flops, again=True)
             for call, anew in zip(staged, attended, strict=True):
                 put(request.unfinished.result, request.problem, rows_of(request.problem, call.parts[0][1]), anew)
             results.append(request.unfinished.result)
@@ -177,15 +177,18 @@ class CpuDevice:
         found = [next(results) if is_ours else None for is_ours in ours]
         return completed(calls, found, lambda others: self.attend_tensors(others, flops))
 
-    def attend_tensors(self, calls: list[AttentionCall], flops: int) -> list[AttentionResult]:
-        """The results of calls by the kernels on torch tensors, on all threads if they cost enough."""
+    def attend_tensors(self, calls: list[AttentionCall], flops: int, again: bool = False) -> list[AttentionResult]:
+        """The results of calls by the kernels on torch tensors, on all threads if they cost enough. `again`: the native
+        kernel gave NaN or infinities for all of them.
+        """
+        compute = attend_again if again else attend
         pool = self._pool_for(flops)
         if pool is None:
-            results = [attend(call) for call in calls]
+            results = [compute(call) for call in calls]
         else:
             few = len(calls) < 2 * self.threads
             divisions = [divided(call, self.threads) if few else ([call], 0) for call in calls]
-            computed = self._on_threads(pool, [partial(attend, part) for parts, _ in divisions for part in parts])
+            computed = self._on_threads(pool, [partial(compute, part) for parts, _ in divisions for part in parts])
             results = [AttentionResult.joined([next(computed) for _ in parts], axis) for parts, axis in divisions]
         with self._counting:
             self._kernel_calls.update(result.kernel for result in results)

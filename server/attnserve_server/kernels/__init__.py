@@ -11,7 +11,7 @@ from attnserve_server.kernels.call import (
     widened,
 )
 from attnserve_server.kernels.ragged import RaggedCall, RaggedKernel, RaggedResult, ScatteredCall
-from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, kernel_for
+from attnserve_server.kernels.table import KERNELS, RAGGED_KERNELS, Kernel, attend, attend_again, kernel_for
 
 __all__ = [
     "KERNELS",
@@ -27,6 +27,7 @@ __all__ = [
     "ScatteredCall",
     "accumulation_dtype",
     "attend",
+    "attend_again",
     "excluded_score",
     "kernel_for",
     "part_of",

@@ -72,6 +72,13 @@ def attend(call: AttentionCall) -> AttentionResult:
     return kernel_for(call).attend(call)
 
 
+def attend_again(call: AttentionCall) -> AttentionResult:
+    """Computes a call on a CPU for which the native kernel gave NaN or infinities. If the cause may be that scores left
+    float32, by the kernel that all others fall back on: the first that applies might take one for -inf.
+    """
+    return written_out.attend(call) if written_out.overflow_in_float32(call) else attend(call)
+
+
 def kernel_for(call: AttentionCall) -> Kernel:
     """The first kernel that applies to a call with Lq > 0 and S > 0."""
     device = call.query.device.type

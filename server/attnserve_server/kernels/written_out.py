@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -104,9 +105,21 @@ def first_dtype(query: torch.Tensor, learned: bool) -> torch.dtype:
 
 
 def stay_in_float32(query: torch.Tensor, key: torch.Tensor, scale: float) -> bool:
-    """Whether the scores of queries [..., D] and keys [..., D] are certain not to overflow; not where any is NaN."""
+    """Whether the scores of queries [..., D] and keys [..., D] are certain not to overflow, nor their sums of products
+    before they are scaled; not where any is NaN.
+    """
+    return _most(query, key, scale) < LARGE
+
+
+def overflow_in_float32(call: AttentionCall) -> bool:
+    """Whether finite queries and keys may have scores, or sums of products, that overflow in float32."""
+    return call.score is None and LARGE <= _most(call.query, call.key, call.scale) < inf
+
+
+def _most(query: torch.Tensor, key: torch.Tensor, scale: float) -> float:
+    """What no score and no sum of products exceeds."""
     largest = [tensor.abs().amax().item() if tensor.numel() else 0.0 for tensor in (query, key)]
-    return largest[0] * largest[1] * query.shape[-1] * abs(scale) < LARGE
+    return largest[0] * largest[1] * query.shape[-1] * max(1.0, abs(scale))
 
 
 def _dtype_for(call: AttentionCall) -> torch.dtype:
@@ -145,8 +158,9 @@ def _attend(call: AttentionCall, value_is_finite: bool, exact: torch.dtype) -> _
     for start in range(0, query_length, rows):
         stop = min(start + rows, query_length)
         s = score(_aligned(query[:, :, start:stop], exact))
-        if exact != torch.float64 and (call.softcap > 0 or call.return_scores not in (None, "weights")):
-            in_range &= _are_finite(s)  # a softcap hides an infinite score
+        capped, returned = call.softcap > 0, call.return_scores not in (None, "weights")
+        if exact != torch.float64 and (call.score is None or capped or returned):
+            in_range &= _are_finite(s)  # a softcap hides an infinite score, and a weight of 0 one that is -inf
         if call.return_scores == "raw" and scores is not None:
             scores[:, :, start:stop] = s
         if call.softcap > 0:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from attnserve_server.kernels import AttentionCall, AttentionResult, attend
+from attnserve_server.kernels import AttentionCall, AttentionResult, attend_again
 from attnserve_server.native.dtypes import NATIVE_FROM_TORCH
 from attnserve_server.native.library import (
     NAME,
@@ -72,7 +72,7 @@ def attend_all(library: Library, calls: Sequence[AttentionCall], threads: Thread
         (call, result, place) for call, result in zip(calls, results, strict=True) for place in range(len(call.query))
     ]
     for call, result, place in (places[at] for at in library.attend(packed, threads)):
-        other = attend(call.sequences(place, place + 1))
+        other = attend_again(call.sequences(place, place + 1))
         result.output[place] = other.output[0]
         if result.lse is not None and other.lse is not None:
             result.lse[place] = other.lse[0]

@@ -51,6 +51,10 @@ INLINE void narrow_row(struct row *row, int64_t begin, int64_t end) {
     row->end = most(least(row->end, end), row->begin);
 }
 
+/* Scores, NaN where the sum of products is not finite. An infinite sum may have been infinite on the way only: then its
+   sign means nothing, and neither a softcap nor a weight of 0 must hide that. */
+INLINE vec show_overflow(vec products, vec scores) { return vfma(products, vzero(), scores); }
+
 /* Applies all options to the scores of a row for the keys from `first` on, of which it reaches begin to end. */
 static void finish_scores(struct row *row, float *scores, int64_t first, int64_t begin, int64_t end) {
     const struct call *call = row->call;
@@ -76,8 +80,9 @@ static void finish_scores(struct row *row, float *scores, int64_t first, int64_t
     }
     if (!mask) row->reached += end - begin;
     for (int64_t c = 0; c < end; c += V) {
-        vec x = vload(scores + c) * scale;
+        vec product = vload(scores + c), x = product * scale;
         if (call->softcap > 0) x = cap * vtanh(x / cap);
+        x = show_overflow(product, x);
         if (bias) x = x + (call->bias_key ? vload(bias + c) : vset(*bias_part));
         if (call->slopes) {
             vec further = vabs(viota() + vset((float)(first + c - row->nearest))) - vset(row->origin);
@@ -141,7 +146,7 @@ INLINE void weigh(int count, struct row *rows, float *scores, int64_t first, int
         for (int64_t c = 0; c < vectors * V; c += V) {
             int whole = begin <= c && c + V <= end;
             UNROLL for (int r = 0; r < count; r++) {
-                vec x = vload(scores + r * BLOCK + c) * scale;
+                vec product = vload(scores + r * BLOCK + c), x = show_overflow(product, product * scale);
                 if (!whole) x = vselect(vrange(begins[r] - c, ends[r] - c), x, vset(-INFINITY));
                 vstore(scores + r * BLOCK + c, x);
                 greatest[r] = vmax(x, greatest[r]);
