@@ -15,6 +15,9 @@ Heads that meet one of these are computed again by the math kernel:
 - It swallows NaN in queries.
 - It takes rows all of whose scores overflow to -inf for rows with nothing to attend.
 - It sums weighted values before it divides by the sum of the weights, which overflows where values are large.
+
+Not noticed, since that would take a look at all keys: a sum of products that is -inf on the way, and so in the end,
+beside finite ones. Calls for which the native kernel has noticed it do not come here (see `table.attend_again`).
 """
 
 from __future__ import annotations
