@@ -79,20 +79,14 @@ def test_what_is_attended_is_told_of(instructions: str, random: Random) -> None:
 @pytest.mark.parametrize("keys", [1, 70])  # if the only score is -inf, there is no weight
 @pytest.mark.parametrize("length", [1, 2, 40])
 @pytest.mark.parametrize("bad", BAD)
-def test_infinite_scores_are_right_or_told_of(instructions: str, bad: float, length: int, keys: int) -> None:
+def test_infinite_scores_are_told_of(instructions: str, bad: float, length: int, keys: int) -> None:
     numbers, library = np.random.default_rng(0), Library(instructions)
     call = Call(*(normal(numbers, (2, count, 16)) for count in (length, keys, keys)))
     for name in ("query", "key"):
         altered = getattr(call, name).copy()
         altered[1, 0, 3] = bad
         changed = replace(call, **{name: altered})
-        (outcome,) = attend(library, [changed])
-        with np.errstate(invalid="ignore"):
-            expected = changed.expected
-        if np.isfinite(expected.output).all() and np.isfinite(expected.lse).all():
-            assert_right(changed, outcome)
-        else:
-            assert not outcome.finite
+        assert not attend(library, [changed])[0].finite
 
 
 @each_instructions

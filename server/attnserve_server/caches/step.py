@@ -116,6 +116,8 @@ class Step:
             to = at + len(block.key)
             _multiply(self.tensor.expand(to - at, -1, -1, -1), block.key.mT, query.scale, scores[at:to])
             at = to
+        held = self.end - first_token - (count - 1) * self.per_page
+        scores[-1, ..., held:] = 0  # keys behind the tokens are unspecified
         suspect = None if surely_finite(scores) or scores.isfinite().all() else scores.new_ones(1, dtype=torch.bool)
         shift = self._bias(scores.view(count, heads, length, self.per_page), first_token)
         top = scores.amax((0, 3), keepdim=True)
