@@ -35,9 +35,14 @@ def test_configs_of_models_that_compute_something_else(tmp_path: Path) -> None:
     assert config_defects(tmp_path, "llama", {}) == {}
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     assert set(config_defects(tmp_path, "llama", {"rope_parameters": scaled})) == {"rope_type"}
-    assert config_defects(tmp_path, "llama", {}, "rotary.base = 1e4") == {}
+    assert config_defects(tmp_path, "llama", {}, "rotary = false") == {}
     plain = {"rope_parameters": {"rope_theta": 1e4}}
-    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    kinds = {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 4,
+    }
     assert set(config_defects(tmp_path, "llama", {**plain, **kinds})) == {"layer_types"}
     assert config_defects(tmp_path, "llama", {}, "window = [-1, -1]") == {}
     assert config_defects(tmp_path, "llama.attention", {}, "numbers = 1") == {}
@@ -52,19 +57,6 @@ def test_configs_of_models_that_compute_something_else(tmp_path: Path) -> None:
     }
 
 
-def test_windows_of_single_blocks_follow_their_kind(tmp_path: Path) -> None:
-    pretrained(tmp_path, transformers.LlamaModel(transformers.LlamaConfig(**SMALL_LLAMA)))
-    path = tmp_path / "config.json"
-    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **kinds}))
-    path = tmp_path / "layers.toml"
-    path.write_text(
-        '[[layers]]\nname = "{n}"\npreset = "llama.attention"\nfile = "model.safetensors"\nnumbers = "0-1"\n'
-    )
-    windows = [getattr(layer.architecture, "window", None) for layer in load_definitions(path, tmp_path, [])]
-    assert windows == [(-1, -1), (3, 0)]
-
-
 @pytest.fixture
 def qwen2(tmp_path: Path) -> Path:
     """A directory of a Qwen2 of two blocks, whose config says nothing of which of them have a window."""
@@ -74,6 +66,18 @@ def qwen2(tmp_path: Path) -> Path:
     config = {**json.loads(path.read_text()), "use_sliding_window": True, "sliding_window": 4}
     path.write_text(json.dumps({key: config[key] for key in config if key not in ("layer_types", "max_window_layers")}))
     return tmp_path
+
+
+def test_windows_of_single_blocks_follow_their_kind(qwen2: Path) -> None:
+    path = qwen2 / "config.json"
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **kinds}))
+    path = qwen2 / "layers.toml"
+    path.write_text(
+        '[[layers]]\nname = "{n}"\npreset = "llama.attention"\nfile = "model.safetensors"\nnumbers = "0-1"\n'
+    )
+    windows = [getattr(layer.architecture, "window", None) for layer in load_definitions(path, qwen2, [])]
+    assert windows == [(-1, -1), (3, 0)]
 
 
 WINDOW = "window = [3, 0]"

@@ -18,10 +18,9 @@ NUMBERS: dict[Family, dict[str, str]] = {
         "num_hidden_layers": "blocks",
         "rms_norm_eps": "norm.epsilon",
         "rope_theta": "rotary.base",
-        "partial_rotary_factor": "rotary.fraction",
     },
 }
-FRACTIONS = "norm.epsilon", "rotary.base", "rotary.fraction"
+FRACTIONS = "norm.epsilon", "rotary.base"
 EVERY_NUMBER = pytest.mark.parametrize(
     ("family", "field", "option"),
     [(family, field, option) for family, fields in NUMBERS.items() for field, option in fields.items()],
@@ -49,6 +48,16 @@ CHOICES: list[tuple[Family, dict[str, Any], dict[str, Any]]] = [
     ("bert", {"hidden_act": "gelu_new"}, {"activation": "gelu_tanh"}),
     ("bert", {"is_decoder": True}, {"causal": True}),
     ("bert", {"is_decoder": False}, {}),
+    ("bert", {"is_decoder": False, "is_causal": False}, {}),
+    ("bert", {"is_decoder": True, "is_causal": True}, {"causal": True}),
+    ("bert", {"is_decoder": True, "is_causal": False}, {"causal": False}),
+    ("gpt2", {"is_causal": False}, {"causal": False}),
+    ("gpt2", {"is_causal": True}, {}),
+    ("llama", {"is_causal": False}, {"causal": False}),
+    ("llama", {"is_causal": True}, {}),
+    ("llama", {"partial_rotary_factor": 1.0}, {}),
+    ("llama", {"partial_rotary_factor": None}, {}),
+    ("llama", {"auto_map": {"AutoTokenizer": ["tokenization.Tokenizer", None]}}, {}),
     ("bert", {"position_embedding_type": "absolute", "add_cross_attention": False}, {}),
     ("gpt2", {"activation_function": "relu"}, {"activation": "relu"}),
     ("gpt2", {"scale_attn_weights": False}, {"scale": 1.0}),
@@ -72,10 +81,13 @@ UNSUPPORTED: list[tuple[Family, str, Any, str]] = [
     ("gpt2", "activation_function", 3, "activation"),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale"),
     ("gpt2", "add_cross_attention", True, ""),
+    ("bert", "is_causal", True, "causal"),
+    ("gpt2", "is_causal", None, "causal"),
+    ("llama", "is_causal", 0, "causal"),
+    ("llama", "auto_map", {"AutoModel": "modeling.Model"}, ""),
     ("llama", "hidden_act", ["silu"], "activation"),
-    ("llama", "sliding_window", 0, "window"),
-    ("llama", "sliding_window", "4", "window"),
-    ("llama", "sliding_window", True, "window"),
+    ("llama", "partial_rotary_factor", 0.5, "rotary.fraction"),
+    ("llama", "partial_rotary_factor", "1", "rotary.fraction"),
     ("llama", "model_type", "gemma", ""),
 ]
 
@@ -87,19 +99,33 @@ def test_what_is_not_supported_is_objected_to(family: Family, field: str, value:
     assert [(each.field, each.found, each.option) for each in objections] == [(field, repr(value), option)]
 
 
+@pytest.mark.parametrize("value", [0, "4", True, 1.5, -1])
+def test_what_is_no_width_of_a_window_is_objected_to(value: object) -> None:
+    for config in ({"model_type": "mistral"}, {**QWEN2, "max_window_layers": 0}):
+        objection = "sliding_window", "a positive whole number", repr(value), "window"
+        assert options_of({**config, "sliding_window": value}, "llama", None) == ({}, [objection])
+    assert options_of({"model_type": "llama", "sliding_window": value}, "llama", None) == ({}, [])
+
+
 KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
+MISTRAL = {"model_type": "mistral"}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
-        ({}, [True, True, True]),
-        ({"use_sliding_window": False}, [False, False, False]),
-        (KINDS, ["layer_types", False, True]),
-        ({"layer_types": ["sliding_attention"] * 2}, [True, True, True]),
-        ({"layer_types": ["full_attention"] * 2}, [False, False, False]),
-        ({"layer_types": []}, [True, True, True]),
+        ({}, ["model_type", "model_type", "model_type"]),
+        (MISTRAL, [True, True, True]),
+        (MISTRAL | {"use_sliding_window": False}, [True, True, True]),
+        (MISTRAL | KINDS, [True, True, True]),
+        ({"model_type": "llama"}, [False, False, False]),
+        ({"model_type": "llama"} | KINDS, [False, False, False]),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, [True, True, True]),
+        (QWEN2 | {"layer_types": ["full_attention"] * 2}, [False, False, False]),
+        (QWEN2 | {"layer_types": ["attention"] * 2}, [False, False, False]),
+        (QWEN2 | {"layer_types": ["chunked_attention"] * 2}, ["layer_types", "layer_types", "layer_types"]),
+        (QWEN2 | {"use_sliding_window": False} | KINDS, [False, False, False]),
         (QWEN2 | KINDS, ["layer_types", False, True]),
         ({"model_type": "qwen2", "max_window_layers": 0}, [False, False, False]),
         (QWEN2 | {"num_hidden_layers": 2, "max_window_layers": 0}, [True, True, True]),

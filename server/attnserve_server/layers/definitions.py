@@ -24,7 +24,7 @@ from attnserve_server.layers.architecture import (
 from attnserve_server.layers.checkpoint import FLOATS, Checkpoint, defects_of, open_checkpoint, read_json
 from attnserve_server.layers.document import Definition, read_document
 from attnserve_server.layers.errors import Defect, LayerError, NoSuchFileError, NoSuchLayerError, Report, bracketed
-from attnserve_server.layers.keys import belongs
+from attnserve_server.layers.keys import belongs, declares
 from attnserve_server.layers.presets import PRESETS, Preset
 from attnserve_server.layers.pretrained_config import options_of
 from attnserve_server.layers.sources import Reference, TensorInfo, numbered, shape_of
@@ -177,15 +177,16 @@ def _config_options(
         if definition.config:
             raise
         return {}
-    options, objections = options_of(config, preset.family, definition.number)
+    declared, kind = definition.options, definition.kind
+    options, objections = options_of(config, preset.family, definition.number, declared.get("causal"))
     matter = dict.fromkeys(
         (objection.field, objection.expected, objection.found)  # once, if several options depend on the field
         for objection in objections
-        if not (option := objection.option) or (belongs(option, definition.kind) and option not in definition.options)
+        if not (option := objection.option) or (belongs(option, kind) and not declares(declared, option, kind))
     )
     for each in matter:
         report.add(path, *each)
-    return {option: value for option, value in options.items() if belongs(option, definition.kind)}
+    return {option: value for option, value in options.items() if belongs(option, kind)}
 
 
 def _references(

@@ -77,6 +77,8 @@ _ROTARY: Final = {
     "interleaved": TRUTH,
     "offset": INTEGER,
 }
+_INSTEAD: Final = {"rotary.fraction": "rotary.width"}
+"""Options, and those that say the same in another way."""
 _NORM: Final = {"kind": _one_of(*get_args(NormKind)), "epsilon": POSITIVE, "unit_offset": TRUTH}
 _EMBEDDING: Final = {
     "scale": NUMBER,
@@ -180,3 +182,14 @@ def belongs(option: str, kind: LayerKind) -> bool:
     name, _, inner = option.partition(".")
     key = None if name in _COMMON else KEYS[kind].get(name)
     return key is not None and (not inner or inner in key.table)
+
+
+def declares(options: Mapping[str, Any], option: str, kind: LayerKind) -> bool:
+    """Whether the flat options of a definition say what an option of this kind of layer is.
+
+    A table says it of what is in it, and of itself as a whole only if `false` takes its place.
+    """
+    name, _, inner = option.partition(".")
+    if KEYS[kind][name].table and (options.get(name) is False or not inner):
+        return options.get(name) is False
+    return option in options or _INSTEAD.get(option) in options
