@@ -74,7 +74,8 @@ class Cache(Handle):
         """Appends the keys and values of T tokens to one layer, and returns its length.
 
         - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, optionally with a leading batch axis of one; with the
-          layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's.
+          layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's,
+          and an error if a finite element is beyond its range.
         """
         return self._calls.perform(plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout)))
 

@@ -15,6 +15,7 @@ from attnserve import _dtypes
 from attnserve_server.caches.inputs import read_heads_first
 from attnserve_server.caches.layer import Write
 from attnserve_server.caches.pages import PagePool
+from attnserve_server.caches.stored_range import check_many
 from attnserve_server.devices.inputs import fill
 from attnserve_server.devices.packed_results import bytes_of
 from attnserve_server.devices.staging import TORCH
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def append(pool: PagePool, device: Device, batch: Sequence[CachedRequest]) -> None:
-    """Writes what requests append, where it has been placed."""
+    """Writes what requests append, where it has been placed. Raises InvalidRequest before anything is written."""
+    for request in batch:
+        check_many(request.problem.tensors, request.payloads, request.uses[0].cache.shape.dtype)
     on_cpu = device.torch_device.type == "cpu"
     single: list[CachedRequest] = []
     for request in batch:

@@ -15,6 +15,7 @@ from attnserve import _dtypes, _fields, _wire
 from attnserve.v1 import caches_pb2 as pb
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.store import Truncation
+from attnserve_server.caches.stored_range import check_few, check_many
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, cache_named
 from attnserve_server.errors import FailedPrecondition, InvalidRequest, Malformed
 from attnserve_server.requests.limits import RequestLimits
@@ -71,6 +72,10 @@ class Append(_Operation):
         """Keys and values are written."""
         return True
 
+    def fit(self, longest: int) -> None:
+        """Raises InvalidRequest if what is appended does not fit the cache's dtype."""
+        check_few(self.tensors, self.payloads, self.uses[0].cache.shape.dtype)
+
     def begin(self) -> None:
         """Places what is appended."""
         CacheWork.begin(self)
@@ -84,9 +89,10 @@ class Append(_Operation):
         return BatchResult([NOTHING] * len(batch), 0.0, perf_counter() - begin, 0.0)
 
     def write(self, device: Device) -> None:
-        """Brings keys and values to their pages."""
+        """Brings keys and values to their pages. Raises InvalidRequest."""
         from attnserve_server.caches.inputs import read_tensor
 
+        check_many(self.tensors, self.payloads, self.uses[0].cache.shape.dtype)
         key, value = (read_tensor(self.tensors[name], self.payloads, device) for name in ("key", "value"))
         if self.length_first:
             key, value = key.transpose(0, 1), value.transpose(0, 1)

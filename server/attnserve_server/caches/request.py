@@ -14,6 +14,7 @@ from attnserve.v1 import attention_pb2 as pb
 from attnserve_server.access.callers import Caller
 from attnserve_server.caches.cache import Cache
 from attnserve_server.caches.references import Reference, read_header
+from attnserve_server.caches.stored_range import check_few
 from attnserve_server.caches.work import CacheHost, CacheWork, Use, check_distinct
 from attnserve_server.errors import InvalidRequest
 from attnserve_server.requests.axes import KeyShape
@@ -164,8 +165,11 @@ class CachedRequest(CacheWork):
         self.count_at_door()
 
     def fit(self, longest: int) -> None:
-        """Sets lengths and offsets. Raises InvalidRequest if those that are given, or masks, do not fit the caches."""
+        """Sets lengths and offsets. Raises InvalidRequest if those that are given, or masks, do not fit the caches, or
+        if what is appended does not fit their dtype.
+        """
         problem = self.problem
+        check_few(problem.tensors, self.payloads, self.uses[0].cache.shape.dtype)
         check_masks(problem.tensors, (problem.batch, problem.query_heads, problem.query_length, longest), problem.rank)
         lengths = [before + use.tokens for use, before in zip(self.uses, self._before, strict=True)]
         given = read_integers(problem.tensors.get("kv_lengths"), self.payloads)

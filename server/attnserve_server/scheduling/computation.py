@@ -101,6 +101,8 @@ def _attempt_with_room(device: Device, entries: Sequence[Entry], lock: SharedLoc
 def _attempt(device: Device, entries: Sequence[Entry]) -> BatchResult | RequestError:
     try:
         result = _of_all(entries[0].request.run_batch(device, [entry.request for entry in entries]), entries)
+    except RequestError as error:  # of one of them, which gets it once it is computed alone
+        return error
     except Exception as error:
         blame = device.blame(error)
         logger.exception("a batch of %d failed", len(entries), extra={"blame": blame})
