@@ -247,12 +247,11 @@ class Keeper:
         )
 
     def _delete(self, request: caches_pb2.CacheServiceDeleteRequest) -> Message:
-        for name in request.names:
-            self.caches.pop(name, None)
+        deleted = sum(self.caches.pop(name, None) is not None for name in request.names)
         for request_id in request.request_ids:
             for made in self._made.pop(request_id, ()):
                 self.caches.pop(made.info.name, None)
-        return caches_pb2.CacheServiceDeleteResponse()
+        return caches_pb2.CacheServiceDeleteResponse(deleted=deleted)
 
     def _attend(self, request: pb.AttendRequest) -> Message:
         """One query head for each key/value head, rank 4, heads first; causal is bottom right."""

@@ -79,6 +79,10 @@ async def test_an_alias_decides_which_of_several_servers_has_its_cache(start_ser
     async with AsyncClient(addresses[::-1]) as another:
         assert {alias: (await another.create_cache(H, D, alias=alias)).address for alias in aliases} == homes
         assert len(await another.caches.list()) == len(aliases)
+        names = [info.name for info in await another.caches.list() if info.alias in aliases[:2]]
+        assert await another.caches.delete(aliases[0]) == 0, "an alias is not a name"
+        assert await another.caches.delete(["nobody", *names, *names, await another.open_cache(names[0])]) == 2
+        assert len(await another.caches.list()) == len(aliases) - 2
     for left_out in addresses:
         with Client([each for each in addresses if each != left_out]) as one:
             for alias in itertools.islice((alias for alias in aliases if homes[alias] != left_out), 10):

@@ -222,9 +222,29 @@ def test_what_no_cache_takes(client: Any, keeper: Keeper) -> None:
 
 
 def test_no_caches_are_deleted_without_asking(client: Any, keeper: Keeper) -> None:
-    client.caches.delete([])
-    client.caches.delete(())
+    assert client.caches.delete([]) == 0
+    assert client.caches.delete(()) == 0
     assert keeper.asked == []
+
+
+def test_what_is_deleted_is_counted(client: Any, keeper: Keeper) -> None:
+    """An alias is no name: nothing of it is deleted, and that can be seen."""
+    one, two, three, four = (client.create_cache(H, D, alias=alias) for alias in ("user:42", None, None, None))
+    assert client.caches.delete("user:42") == 0
+    assert len(keeper.caches) == 4
+    assert client.caches.delete([one, one.name, one, two.name, two.name, "nobody"]) == 2
+    assert client.caches.delete(one) == 0
+    assert client.caches.delete([three, four]) == 2
+    assert keeper.caches == {}
+    names = [client.create_cache(1, 1).name for _ in range(3)]
+    assert client.caches.delete([*names[:2], *["nobody"] * 600, names[2]]) == 3  # of more than one request
+
+    def exaggerate(answer: Any, context: Any) -> None:
+        answer.deleted = 3
+
+    keeper.after["Delete"] = exaggerate
+    with pytest.raises(ProtocolError, match="deleted: expected at most 2, the server replied with 3"):
+        client.caches.delete(["a", "b"])
 
 
 def test_a_cache_of_another_client(address: str) -> None:

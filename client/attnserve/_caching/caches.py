@@ -268,17 +268,20 @@ class Caches:
         """
         return find(self._calls, name, timeout)[0]
 
-    def delete(self, caches: Cache | str | Iterable[Cache | str], *, timeout: Timeout = ...) -> None:
-        """Deletes caches: one, several or none. It is no error if one is gone already.
+    def delete(self, caches: Cache | str | Iterable[Cache | str], *, timeout: Timeout = ...) -> int:
+        """Deletes caches: one, several or none. Returns how many were there, and are deleted now: it is no error if
+        one is gone already. (If a reply is lost and the request sent again, it is fewer: they are gone by then. A
+        server that is older than this client counts none.)
 
         - A cache of this client is deleted on its server, after all earlier operations on it.
-        - A cache's name is sent to every server, and deleted at once. Names of no cache are ignored.
+        - A cache's name is sent to every server, and deleted at once. What is no cache's name is ignored: an alias is
+          none (`Client.create_cache` finds the cache of an alias).
 
         Many are sent in portions of 500, each with the `timeout`. No server is left out because of what others answer.
         If a portion fails at a server, its further ones are not sent there, and once all other servers have been asked,
         the error is raised: of several, the first that says that one is out of reach, or else the last.
         """
-        delete(self._calls, caches, timeout)
+        return delete(self._calls, caches, timeout)
 
 
 class AsyncCaches:
@@ -326,9 +329,9 @@ class AsyncCaches:
         """
         return (await find_soon(self._calls, name, timeout))[0]
 
-    async def delete(self, caches: AsyncCache | str | Iterable[AsyncCache | str], *, timeout: Timeout = ...) -> None:
-        """Deletes caches: one, several or none, as `Caches.delete` does."""
-        await delete_soon(self._calls, caches, timeout)
+    async def delete(self, caches: AsyncCache | str | Iterable[AsyncCache | str], *, timeout: Timeout = ...) -> int:
+        """Deletes caches: one, several or none, as `Caches.delete` does, and returns how many were there."""
+        return await delete_soon(self._calls, caches, timeout)
 
 
 def _fork(client: Client, states: Sequence[CacheState], ttl: float | None, timeout: Timeout) -> tuple[Cache, ...]:

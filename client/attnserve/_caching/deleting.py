@@ -1,6 +1,6 @@
 """Deletes several caches at once: those that a client has, on their servers and in their turn; names, on every server.
 
-In: caches and names, as the caller passed them. Out: one request to a server for as many as it takes.
+In: caches and names, as the caller passed them. Out: one request to a server for as many as it takes, and how many of them were there.
 """
 
 from __future__ import annotations
@@ -33,40 +33,44 @@ HandlesOrNames: TypeAlias = Handle | str | Iterable[Handle | str]
 """One cache, as the caller has it or by name, or several."""
 
 
-def delete(calls: thread_calls.Calls, caches: HandlesOrNames, timeout: Timeout) -> None:
-    """Does what `Caches.delete` says, and raises the same."""
+def delete(calls: thread_calls.Calls, caches: HandlesOrNames, timeout: Timeout) -> int:
+    """Does what `Caches.delete` says, and returns and raises the same."""
     seconds = calls.seconds(timeout)
     states, names = _checked(calls.turns, caches)
     failures: list[AttnServeError] = []
+    deleted = 0
     for server in _by_server(states, seconds):
         with _noting(failures):
             for plan in server:
-                calls.perform(plan)
+                deleted += calls.perform(plan)
     requests = [cache_requests.delete(some) for some in of_at_most(_PORTION, names)]
     for home in calls.servers.homes(seconds) if requests else ():
         with _noting(failures):
             for rpc in requests:
-                calls.ask(rpc, seconds, home)
+                deleted += calls.ask(rpc, seconds, home)
     if failures:
         raise in_vain(failures)
+    return deleted
 
 
-async def delete_soon(calls: task_calls.Calls, caches: HandlesOrNames, timeout: Timeout) -> None:
+async def delete_soon(calls: task_calls.Calls, caches: HandlesOrNames, timeout: Timeout) -> int:
     """The same for asyncio."""
     seconds = calls.seconds(timeout)
     states, names = _checked(calls.turns, caches)
     failures: list[AttnServeError] = []
+    deleted = 0
     for server in _by_server(states, seconds):
         with _noting(failures):
             for plan in server:
-                await calls.carry_out(plan)
+                deleted += await calls.carry_out(plan)
     requests = [cache_requests.delete(some) for some in of_at_most(_PORTION, names)]
     for home in await calls.servers.homes_soon(seconds) if requests else ():
         with _noting(failures):
             for rpc in requests:
-                await calls.ask(rpc, seconds, home)
+                deleted += await calls.ask(rpc, seconds, home)
     if failures:
         raise in_vain(failures)
+    return deleted
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _checked(turns: Turns, caches: HandlesOrNames) -> tuple[Sequence[CacheState]
     return list(states), names
 
 
-def _by_server(states: Sequence[CacheState], timeout: float | None) -> Iterator[Iterator[Plan[None]]]:
+def _by_server(states: Sequence[CacheState], timeout: float | None) -> Iterator[Iterator[Plan[int]]]:
     """For each server, the deletions of what it has."""
     for home in dict.fromkeys(state.home for state in states):
         there = [state for state in states if state.home == home]

@@ -143,8 +143,10 @@ def _forking(rpc: Rpc[Any, T]) -> Steps[T]:
         raise in_words_of_caller(error, cache_at) from None
 
 
-def delete(caches: Sequence[CacheState], timeout: float | None) -> Plan[None]:
-    """Deletes caches of one server, after all operations on them that were asked for before."""
+def delete(caches: Sequence[CacheState], timeout: float | None) -> Plan[int]:
+    """Deletes caches of one server, after all operations on them that were asked for before. The result is how many
+    were there.
+    """
     return Plan(_one(cache_requests.delete([cache.info.name for cache in caches])), caches, True, timeout)
 
 

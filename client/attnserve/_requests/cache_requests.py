@@ -1,7 +1,7 @@
 """The description of a cache, and the requests of `CacheService` as values.
 
 In: names, numbers, keys and values, as the caller passed them. Out: an `Rpc` for either client to send, which returns a
-`CacheInfo`, a `CachePool`, a length or nothing.
+`CacheInfo`, a `CachePool`, a number or nothing.
 
 All may be sent again if it is unknown whether the server has run them: an append and a truncation state the length that
 they expect; they, a create and a fork have an id by which the server recognises them, and the server can be told that
@@ -240,10 +240,10 @@ def page(token: str = "") -> Rpc[pb.CacheServiceListResponse, Page]:
     return Rpc(_SERVICE + "List", pb.CacheServiceListRequest(page_token=token), pb.CacheServiceListResponse, _page)
 
 
-def delete(names: Sequence[str]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
-    """Deletes caches, in one request."""
+def delete(names: Sequence[str]) -> Rpc[pb.CacheServiceDeleteResponse, int]:
+    """Deletes caches, in one request; the answer is how many were there."""
     request = pb.CacheServiceDeleteRequest(names=names)
-    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, lambda response: None)
+    return Rpc(_SERVICE + "Delete", request, pb.CacheServiceDeleteResponse, partial(_deleted, len(names)))
 
 
 def give_up(made: Rpc[Any, Any]) -> Rpc[pb.CacheServiceDeleteResponse, None]:
@@ -274,6 +274,11 @@ def _length(expected: int, response: pb.CacheServiceAppendResponse) -> int:
     if response.length != expected:
         raise ProtocolError(f"length: expected {expected}, the server replied with {response.length}")
     return expected
+
+
+def _deleted(most: int, response: pb.CacheServiceDeleteResponse) -> int:
+    _check_part("deleted", response.deleted, most)
+    return response.deleted
 
 
 def _shape(cache: CacheInfo) -> dict[str, Any]:
@@ -354,7 +359,7 @@ def _cache(cache: pb.Cache) -> CacheInfo:
 
 
 def _check_part(field: str, part: int, whole: int) -> None:
-    """ProtocolError if so many bytes are said to be a part of fewer."""
+    """ProtocolError if so many bytes, or caches, are said to be a part of fewer."""
     if part > whole:
         raise ProtocolError(f"{field}: expected at most {whole}, the server replied with {part}")
 

@@ -171,5 +171,7 @@ class CacheServiceDeleteRequest(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., request_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CacheServiceDeleteResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("deleted",)
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    deleted: int
+    def __init__(self, deleted: _Optional[int] = ...) -> None: ...

@@ -130,6 +130,7 @@ class CacheService:
         store = self._host.store
         if not request.names and not request.request_ids:
             raise InvalidRequest("names", "at least one name or one id", "none")
+        deleted = 0
         async with self._turn_of(caller) as turn:
             for place, request_id in enumerate(request.request_ids):
                 if not request_id:
@@ -139,11 +140,12 @@ class CacheService:
             for name in request.names:
                 with suppress(NotFound):
                     store.delete(store.get(name, monotonic(), caller.name))
+                    deleted += 1
                 await turn.rest()
             for request_id in request.request_ids:
                 store.give_up(caller.name, request_id, monotonic())
                 await turn.rest()
-        return pb.CacheServiceDeleteResponse()
+        return pb.CacheServiceDeleteResponse(deleted=deleted)
 
     def _turn_of(self, caller: Caller) -> _Turn:
         return _Turn(self._reading_turns.of(caller.share))
