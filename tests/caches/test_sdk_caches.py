@@ -115,6 +115,18 @@ def test_somebody_else_appends(client: Client) -> None:
         assert cache.append(*tokens(2, 1)) == 7
 
 
+def test_the_caller_may_say_which_length_it_expects(client: Client) -> None:
+    with client.create_cache(2, 8) as cache:
+        other = client.open_cache(cache.name)
+        assert cache.append(*tokens(0, 4), expected_length=0) == 4
+        for handle in (cache, other):
+            with pytest.raises(FailedPreconditionError, match=r"^the cache has 4 tokens, not 0; ") as caught:
+                handle.append(*tokens(0, 4), expected_length=0)
+            assert caught.value.actual_length == 4
+        assert other.append(*tokens(1, 2), expected_length=4) == other.length == 6
+        assert cache.info().lengths == (6,)
+
+
 def test_a_reader_follows_what_another_appends(client: Client, server: Server) -> None:
     """Until it changes the cache itself: then it expects the length that it knows, for reading too."""
     query = np.random.default_rng(1).standard_normal((2, 1, 8)).astype(np.float32)

@@ -40,6 +40,12 @@ async def test_another_client_finds_the_cache_with_what_is_in_it(server: Server)
             kept.append(*part(5, 6))
             result = await read.attend(QUERY)  # which is read at whatever length it has by then
             np.testing.assert_allclose(result.output, reference(6), atol=1e-6)
+            known = (read := await yours.create_cache(H, D, alias="user:1")).length
+            kept.append(*part(6, 7))
+            assert (await read.attend(QUERY)).cache_lengths == (known + 1,) == (read.length,)
+            with pytest.raises(FailedPreconditionError):  # what was lacking then is not appended to what is there now
+                await read.append(*part(known, 8), expected_length=known)
+            assert await read.append(*part(7, 8), expected_length=read.length) == 8
             assert {info.alias for info in mine.caches.list()} >= {"user:1"}
             assert mine.create_cache(H, D).alias is None
             await found.delete()

@@ -40,6 +40,19 @@ def test_an_append_whose_reply_is_lost_is_not_doubled(client: Any, keeper: Keepe
     np.testing.assert_allclose(cache.attend(QUERY).output, reference(5), atol=1e-6)
 
 
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_append_of_an_expected_length_is_not_doubled_either(client: Any, keeper: Keeper, losses: int) -> None:
+    """Nor if the caller asks for it again because it may have run."""
+    cache = client.create_cache(H, D)
+    keeper.lose = ["Append"] * losses
+    assert cache.append(*part(0, 2), expected_length=0) == 2
+    with pytest.raises(FailedPreconditionError) as caught:
+        cache.append(*part(0, 2), expected_length=0)
+    assert (caught.value.actual_length, caught.value.appended) == (2, False)
+    assert (cache.length, list(keeper.caches[cache.name].describe().lengths)) == (2, [2])
+    np.testing.assert_allclose(cache.attend(QUERY).output, reference(2), atol=1e-6)
+
+
 @pytest.mark.parametrize("lose", [["Attend"], ["Attend"] * 2, ["Attend"] * 3])
 def test_an_attention_that_appends_is_not_doubled(client: Any, keeper: Keeper, lose: list[str]) -> None:
     """The replies lost are that to the append, the refusal of the second append, and that without keys and values."""

@@ -13,7 +13,14 @@ from cache_keeper import Keeper
 from cached import QUERY, D, H, Transport, address, keeper, normal, part, reference, transport
 from calls import PATIENCE_S
 
-from attnserve import AsyncClient, AttnServeError, Client, ClientClosedError, DeadlineExceededError
+from attnserve import (
+    AsyncClient,
+    AttnServeError,
+    Client,
+    ClientClosedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+)
 
 __all__ = ["address", "keeper", "transport"]
 
@@ -36,6 +43,38 @@ def test_threads_append_to_one_cache_in_some_order(address: str, keeper: Keeper,
     assert max(lengths) == cache.length == sum(number % 4 + 1 if number % 3 else 1 for number in range(60))
     assert other.length == 20
     assert "FAILED_PRECONDITION" not in str(keeper.asked)
+
+
+def test_threads_that_know_the_length_append_what_is_lacking_once(
+    address: str, keeper: Keeper, transport: Transport
+) -> None:
+    """All have seen the same length of one handle: one of them appends."""
+    with Client(address, transport=transport) as client, ThreadPoolExecutor(8) as threads:
+        cache = client.create_cache(H, D)
+        known = cache.length
+
+        def fill(_: int) -> int | None:
+            try:
+                return cache.append(*part(known, 3), expected_length=known)
+            except FailedPreconditionError as error:
+                return -(error.actual_length or 0)
+
+        assert sorted(threads.map(fill, range(8))) == [-3] * 7 + [3]
+        other = client.open_cache(cache.name)
+        assert cache.append(*part(3, 4)) == 4
+        assert other.append(*part(4, 6), expected_length=np.int64(4)) == 6, "whatever this handle has seen so far"
+        np.testing.assert_allclose(other.attend(QUERY).output, reference(6), atol=1e-6)
+        layered = client.create_cache(H, D, layers=2)
+        assert layered.append(*part(0, 2), layer=1, expected_length=0) == 2
+        assert layered.lengths == (0, 2)
+
+
+async def test_tasks_that_know_the_length_append_what_is_lacking_once(address: str, transport: Transport) -> None:
+    async with AsyncClient(address, transport=transport) as client, client.create_cache(H, D) as cache:
+        fills = (cache.append(*part(0, 3), expected_length=0) for _ in range(4))
+        outcomes = await asyncio.gather(*fills, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [int, *[FailedPreconditionError] * 3]
+        assert (outcomes[0], cache.length) == (3, 3)
 
 
 def test_what_is_submitted_takes_effect_in_its_order(address: str, transport: Transport) -> None:

@@ -198,6 +198,8 @@ def test_what_no_cache_takes(client: Any, keeper: Keeper) -> None:
         (cache.append, (KEYS, np.concatenate([VALUES, VALUES])), {}, "value"),
         (cache.append, (KEYS.astype(int), VALUES), {}, "key"),
         (cache.append, part(0, 2), {"timeout": -1}, "timeout"),
+        (cache.append, part(0, 2), {"expected_length": -1}, "expected_length"),
+        (cache.append, part(0, 2), {"expected_length": 1.5}, "expected_length"),
         (cache.truncate, (-1,), {}, "length"),
         (cache.attend, (QUERY, KEYS), {}, "value"),
         (cache.attend, (QUERY, None, VALUES), {}, "key"),

@@ -45,7 +45,8 @@ class Cache(Handle):
     Nothing is appended twice. An operation that fails with `DeadlineExceededError`, `UnavailableError`, `ServerError`
     or `ProtocolError`, or is cancelled, may still have been carried out; the next one that appends or attends then
     raises `FailedPreconditionError`, with the `actual_length`, and `refresh` adopts that length. The same happens if
-    somebody else appends to the cache, unless this client has only opened and read it (`Client.open_cache`).
+    somebody else appends to the cache, unless this client has only read it since it was opened, or found by its alias:
+    then each read takes it, and adopts its length, as it is.
 
     `timeout` is in seconds and includes the wait for other operations on the cache; None for no limit; by default it is
     the client's. Each method raises an `AttnServeError`; in addition to those of every call, `NotFoundError` if the
@@ -69,6 +70,7 @@ class Cache(Handle):
         *,
         layer: int = 0,
         layout: AppendLayout = "heads_first",
+        expected_length: int | None = None,
         timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length.
@@ -76,8 +78,12 @@ class Cache(Handle):
         - `key`, `value`: ``[Hk, T, D]`` and ``[Hk, T, Dv]``, optionally with a leading batch axis of one; with the
           layout ``"length_first"``, ``[T, Hk, D]`` and ``[T, Hk, Dv]``. Of any floating dtype; stored in the cache's,
           and an error if a finite element is beyond its range.
+        - `expected_length`: how many tokens the layer has, as far as the caller knows. If it has another number at this
+          append's turn, that is a `FailedPreconditionError`, and nothing is appended. Default: the number after the
+          last operation on this `Cache`, whichever thread asked for it.
         """
-        return self._calls.perform(plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout)))
+        seconds = self._calls.seconds(timeout)
+        return self._calls.perform(plans.append(self._state, key, value, layer, layout, expected_length, seconds))
 
     @arguments.takes_options(AttendOptions, encode_attend)
     def attend(
@@ -154,12 +160,13 @@ class AsyncCache(Handle):
         *,
         layer: int = 0,
         layout: AppendLayout = "heads_first",
+        expected_length: int | None = None,
         timeout: Timeout = ...,
     ) -> int:
         """Appends the keys and values of T tokens to one layer, and returns its length, as `Cache.append` does."""
-        return await self._calls.carry_out(
-            plans.append(self._state, key, value, layer, layout, self._calls.seconds(timeout))
-        )
+        seconds = self._calls.seconds(timeout)
+        plan = plans.append(self._state, key, value, layer, layout, expected_length, seconds)
+        return await self._calls.carry_out(plan)
 
     @arguments.takes_options(AttendOptions, encode_attend)
     async def attend(

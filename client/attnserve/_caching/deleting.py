@@ -1,6 +1,7 @@
 """Deletes several caches at once: those that a client has, on their servers and in their turn; names, on every server.
 
-In: caches and names, as the caller passed them. Out: one request to a server for as many as it takes, and how many of them were there.
+In: caches and names, as the caller passed them. Out: one request to a server for as many as it takes; and how many
+were there.
 """
 
 from __future__ import annotations

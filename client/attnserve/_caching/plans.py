@@ -4,10 +4,11 @@ the same plans (`transaction`).
 In: caches, and arguments as the caller passed them. Out: a `Plan`, whose steps are a generator: it yields requests, is
 sent their results or thrown their errors, and returns what the caller gets.
 
-**Nothing is appended twice, and nothing acknowledged is lost.** A request states how many tokens the SDK expects each
-cache to have, unless it only reads a cache that another client writes. A request that appends or truncates also has an
-id. If the connection breaks, the transports send the request again. If the first attempt had run, the second gets
-FAILED_PRECONDITION, since the length has changed, and the error says that the server recognises the id. Then
+**Nothing is appended twice, and nothing acknowledged is lost.** A request states how many tokens the SDK, or the caller
+of an append, expects each cache to have, unless it only reads a cache that another client writes. A request that
+appends or truncates also has an id. If the connection breaks, the transports send the request again. If the first
+attempt had run, the second gets FAILED_PRECONDITION, since the length has changed, and the error says that the server
+recognises the id. Then
 
 - an append or a truncation has succeeded;
 - an attention is requested again without keys and values: the result is the same, since positions count from the end;
@@ -70,14 +71,23 @@ class Plan(NamedTuple, Generic[T]):
 
 
 def append(
-    cache: CacheState, key: ArrayLike, value: ArrayLike, layer: int, layout: AppendLayout, timeout: float | None
+    cache: CacheState,
+    key: ArrayLike,
+    value: ArrayLike,
+    layer: int,
+    layout: AppendLayout,
+    expected_length: int | None,
+    timeout: float | None,
 ) -> Plan[int]:
-    """Appends to one layer. The result is the layer's length."""
+    """Appends to one layer, if that has the length that the caller expects, or that which is known in its turn. The
+    result is the layer's length.
+    """
     layer = _layer("layer", layer, (cache,))
+    expected = None if expected_length is None else arguments.count("expected_length", expected_length, 0, 63)
     tokens, fields = cache_requests.appended(key, value, layout)
 
     def steps() -> Steps[int]:
-        before = cache.tokens[layer]
+        before = cache.tokens[layer] if expected is None else expected
         length = before + tokens
         cache.writes = True
         try:
