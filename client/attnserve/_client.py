@@ -298,8 +298,9 @@ class Client:
           is needed. Default: as the server is configured, or else until it is deleted.
         - `alias`: a name of your own for it, such as ``"user:42"``, of at most 256 bytes. If you have a cache of this
           alias already, perhaps made by another process, this finds it: with the tokens and the ttl that it has, and as
-          if by `open_cache`; do not enter what others still use. Of several servers, the alias decides which one has
-          it: only that is asked, and what it makes stays, even if this call is given up.
+          if by `open_cache`; do not enter what others still use. Of several servers, the alias and their addresses, as
+          they are written, decide which one has it: only that is asked, and what it makes stays, even if this call is
+          given up.
         - `timeout`: in seconds for each server that is asked; None for no limit. Default: the client's.
 
         Retries never make a second cache. Without an alias: if a server is full or unavailable, another is asked at

@@ -116,8 +116,8 @@ class Servers(Generic[C]):
 
     def home_for(self, alias: str, timeout: float | None) -> str | None:
         """The address of the server on which the cache of an alias is, if it exists: the same for all clients that know
-        the same servers, and if one comes or goes, for all aliases but its own. None: wherever a single address leads.
-        Raises what `resolve` does.
+        the same servers by the same addresses, and if one comes or goes, for all aliases but its own. None: wherever a
+        single address leads. Raises what `resolve` does.
 
         Rendezvous hashing (Thaler and Ravishankar, 1996): the server that has the highest hash together with the alias.
         """

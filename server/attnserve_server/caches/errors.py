@@ -13,8 +13,8 @@ class CacheFull(Overloaded):
         super().__init__(
             NoRoom(
                 bound="cache_bytes",
-                message=f"the pool of the caches has no room for {needed_bytes} bytes: {free_bytes} bytes are free; "
-                f"retry in {retry_delay:.3f} s",
+                message=f"the pool of the caches has no room for {needed_bytes} bytes, in whole pages: "
+                f"{free_bytes} bytes are free; retry in {retry_delay:.3f} s",
                 reason="CACHE_FULL",
                 retry_delay=retry_delay,
                 rejection="cache_bytes",
