@@ -150,3 +150,13 @@ async def test_asyncio(server: Server) -> None:
         with pytest.raises(InvalidRequestError, match="key: expected elements within the range of float16"):
             await cache.append(filled(7e4), filled(1))
         assert await cache.append(filled(6e4), filled(1)) == 1
+
+
+def test_no_tokens_have_no_elements_beyond_any_range(client: Client) -> None:
+    """They are appended as ever, alone and with an attention."""
+    with client.create_cache(1, 4, dtype="float16") as cache:
+        nothing, one = np.ones((1, 0, 4), np.float32), np.ones((1, 1, 4), np.float32)
+        assert cache.append(nothing, nothing) == 0
+        assert cache.append(one, one) == 1
+        assert cache.attend(one, key=nothing, value=nothing).output.shape == (1, 1, 4)
+        assert cache.length == 1

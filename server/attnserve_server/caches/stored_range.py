@@ -65,7 +65,7 @@ def _check(tensors: Mapping[str, TensorSpec], payloads: Sequence[memoryview], dt
     limit = _INFINITE_FROM[dtype]
     for name in ("key", "value"):
         spec = tensors[name]
-        if spec.payload < 0:
+        if spec.payload < 0 or not spec.size:
             continue
         array: Any = np.frombuffer(payloads[spec.payload], _dtypes.NUMPY[spec.dtype])
         if spec.dtype == pb.DATA_TYPE_BFLOAT16:
