@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator
 
 import calls
@@ -12,6 +13,9 @@ import messages
 import pytest
 
 from attnserve_server import serving
+from attnserve_server.caches import expiry
+from attnserve_server.caches.cache import Origin
+from attnserve_server.caches.shape import CacheShape
 from attnserve_server.exit_statuses import DEVICE_FAILED
 from attnserve_server.host.event_loop import EventLoop
 from attnserve_server.server import Server, configured_device
@@ -66,6 +70,21 @@ def test_a_device_that_fails_ends_it_even_while_it_drains(
         assert runner.run(fail()) == (DEVICE_FAILED, True)
     assert made[0].health.state == "failed"
     assert "the device is lost; ending, so that the server is started again" in caplog.text
+
+
+async def test_caches_whose_leases_have_ended_go_though_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "EVERY_S", 0.01)
+    config = Config(listen="127.0.0.1:0", http_listen="127.0.0.1:0", device="cpu", cache_bytes=1 << 20)
+    server = Server(config, configured_device)
+    await server.start()
+    try:
+        store = server.caches.store
+        store.create(CacheShape(1, 8, 8, 1, "float32"), 0.001, time.monotonic(), Origin(None))
+        async with asyncio.timeout(calls.PATIENCE_S):
+            while len(store):  # noqa: ASYNC110 - a store tells no event
+                await asyncio.sleep(0.01)
+    finally:
+        await server.stop()
 
 
 async def test_a_server_that_is_given_up_ends_streams_in_good_order() -> None:
