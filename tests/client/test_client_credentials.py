@@ -323,7 +323,9 @@ def test_commands_say_that_a_port_is_that_of_http(
 ) -> None:
     for command in ("info", "health"):
         assert main([command, server.http_address]) == 1
-        assert capsys.readouterr().err.endswith("; that is an HTTP port: gRPC is on another, by default 8001\n")
+        assert capsys.readouterr().err.endswith(
+            "; no gRPC is spoken there: if it is the HTTP port, gRPC is on another, by default 8001\n"
+        )
         assert main([command, guarded.http_address, "--ca", str(authority.ca)]) == 1
         said = capsys.readouterr().err
         assert "; that is an HTTP port (gRPC is on another, by default 8001), or a proxy" in said

@@ -115,6 +115,11 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
         with grpc.insecure_channel(server.address) as channel:
             attention_pb2_grpc.AttentionServiceStub(channel).Attend(request)
 
+    def fill() -> None:
+        with client.create_cache(1, 2, layers=129) as cache:  # 64 MiB are 128 pages
+            for layer in range(129):
+                cache.append(ONE, ONE, layer=layer)
+
     with Client(server.address, retries=0) as client, Client(closed.address, token=token) as known:
         long, costly = np.zeros((1, 100_000, 64), np.float32), np.zeros((1, 256, 64), np.float32)
         wide = np.zeros((1, 0, 5_000_000), np.float32)  # values, of which an output would have the width
@@ -127,6 +132,7 @@ def test_calls_that_are_refused(start_server: Callable[..., Server], tmp_path: P
                 lambda: client.attend(ONE, ONE, ONE, mask=np.zeros((1, 1), np.float32)),
                 attend(closed.address),
                 lambda: Client("192.0.2.1:8001", token="secret"),
+                fill,
                 lambda: client.layers.load("layers.toml"),
                 lambda: known.layers.load("layers.toml"),
             ]

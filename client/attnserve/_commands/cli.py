@@ -54,8 +54,8 @@ _NO_CONNECTION: Final = (
 """What gRPC's messages say where nobody is, or nobody is known: it does not say so in any other way."""
 _IPV6: Final = " ipv6:"
 """What they have before an address of that kind."""
-_HTTP_1: Final = ("Failed parsing HTTP/2", "http1.x server")
-"""What they say where the answer is HTTP/1: again only they do."""
+_NOT_HTTP_2: Final = ("Failed parsing HTTP/2", "http1.x server")
+"""What they say where the answer is HTTP/1, or nothing of the kind: again only they do."""
 _NO_HTTP_2: Final = "missing selected ALPN property"
 """What they say where TLS is spoken, and HTTP/2 not offered."""
 _OTHER_NAME: Final = "Hostname Verification Check failed"
@@ -129,8 +129,8 @@ def _hint(parsed: argparse.Namespace, error: Exception) -> str:
     if not _was_reached(error):
         return _elsewhere(parsed, str(error))
     said = str(error)
-    if any(each in said for each in _HTTP_1):
-        return "; that is an HTTP port: gRPC is on another, by default 8001"
+    if any(each in said for each in _NOT_HTTP_2):
+        return "; no gRPC is spoken there: if it is the HTTP port, gRPC is on another, by default 8001"
     if _NO_HTTP_2 in said:
         return "; that is an HTTP port (gRPC is on another, by default 8001), or a proxy that offers no HTTP/2"
     if UNKNOWN_AUTHORITY in said:
