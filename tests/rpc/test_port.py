@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import certificates
 import grpc
 import numpy as np
 import pytest
@@ -78,6 +79,24 @@ def test_pings_agree() -> None:
     said = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8").split())
     assert f"silent for {every // 1000} s is pinged, and its connection ends if it does not answer within" in said
     assert f"within {patience // 1000} s" in said
+
+
+async def test_a_handshake_that_is_not_finished_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before gRPC itself would, which takes two minutes."""
+    monkeypatch.setattr(port, "HANDSHAKE_TIMEOUT_MS", 500)
+    files = certificates.Authority(tmp_path).issue_for_server("server")
+    pair = files.key.read_bytes(), files.certificate.read_bytes()
+    server = aio.server(options=list(channel_options(Config())))
+    address = bind(server, "127.0.0.1:0", lambda: grpc.ssl_server_credentials([pair]))
+    await server.start()
+    try:
+        async with asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(b"\x16\x03\x01")  # the begin of a handshake
+            assert await reader.read() == b""
+            writer.close()
+    finally:
+        await server.stop(0)
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ from attnserve_server.start_errors import ListenError
 _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pending_requests_hard_limit": 3000}
 """gRPC's own bounds on RPCs that have arrived and not begun."""
 
+HANDSHAKE_TIMEOUT_MS: Final = 20_000
+"""How long a TLS handshake may take: until it is over, anybody can have a descriptor of the process. gRPC's default is
+two minutes.
+"""
+
 SETTINGS_TIMEOUT_MS: Final = 30_000
 """How long a connection may take to send its HTTP/2 settings, and to acknowledge ours. The acknowledgement may wait
 behind megabytes that the caller sends slowly. But a connection that is reset right after it has begun, while the server
@@ -64,6 +69,7 @@ def channel_options(config: Config) -> Iterator[tuple[str, int]]:
     yield "grpc.keepalive_permit_without_calls", 1
     yield "grpc.http2.max_pings_without_data", 0  # no bound: an idle stream may stay
     yield "grpc.http2.min_ping_interval_without_data_ms", 10_000
+    yield "grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS
     yield "grpc.http2.settings_timeout", SETTINGS_TIMEOUT_MS
     yield "grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED
     yield from _for_unbegun_calls(config)
