@@ -42,10 +42,10 @@ class StoredTensors:
         """Opens it. Raises OSError, and ChangedFileError."""
         self._room = np.empty(0, np.uint8)
         """For what is read: memory of its own, which goes back to the system."""
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = path.open("rb", buffering=0)
         try:
             length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
-            if length > os.fstat(self._file).st_size:
+            if length > os.fstat(self._file.fileno()).st_size:
                 raise ChangedFileError("one that has become shorter")
             self._header: Mapping[str, Any] = json.loads(bytes(self._bytes(_LENGTH_BYTES, length)))
             self._data = _LENGTH_BYTES + length
@@ -58,7 +58,7 @@ class StoredTensors:
 
     def close(self) -> None:
         """Closes the file."""
-        os.close(self._file)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -111,8 +111,9 @@ class StoredTensors:
         if len(self._room) < count:
             self._room = huge_pages.empty(count)
         found, there = self._room[:count], 0
+        self._file.seek(begin)
         while there < count:  # Linux reads at most 2 GiB at once
-            read = os.preadv(self._file, [found[there:].data], begin + there)
+            read = self._file.readinto(found[there:].data)
             if not read:
                 raise ChangedFileError("one that has become shorter")
             there += read
