@@ -84,6 +84,9 @@ OTHERS = {
     "no object": (4).to_bytes(8, "little") + b"[[]]",
     "no such tensor": (2).to_bytes(8, "little") + b"{}",
     "another size": (36).to_bytes(8, "little") + b'{"weight": {"data_offsets": [0, 8]}}',
+    "before the file": (38).to_bytes(8, "little") + b'{"weight": {"data_offsets": [-16, 0]}}',
+    "far away": (75).to_bytes(8, "little")
+    + b'{"weight": {"data_offsets": [99999999999999999999, 100000000000000000015]}}',
     "no places": (36).to_bytes(8, "little") + b'{"weight": {"data_offsets": "0, 8"}}',
 }
 

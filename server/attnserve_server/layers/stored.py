@@ -96,8 +96,8 @@ class StoredTensors:
         """Where a tensor of so many bytes begins in the file."""
         try:
             begin, end = self._header[name]["data_offsets"]
-            if end - begin != size:
-                raise ValueError(size)
+            if end - begin != size or not 0 <= begin <= os.fstat(self._file.fileno()).st_size:
+                raise ValueError(begin, end)
             return self._data + int(begin)
         except (KeyError, TypeError, ValueError):
             raise ChangedFileError("one with other tensors than before") from None
