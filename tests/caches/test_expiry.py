@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from stores import PAGE_BYTES, SHAPE, append, store_of
@@ -95,15 +96,22 @@ async def test_it_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
     leased.expiry.end()
 
 
-async def test_when_it_has_ended_it_evicts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_has_ended_it_evicts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Mock] = []
+
+    class Loop:
+        def call_later(self, seconds: float, do: Callable[[], None]) -> Mock:
+            timers.append(Mock())
+            return timers[-1]
+
     monkeypatch.setattr(expiry, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(expiry, "EVERY_S", 0.001)
+    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
     leased = Leased()
     leased.expiry.begin()
     leased.expiry.end()
-    left = len(leased.store)
-    await asyncio.sleep(0.05)
-    assert len(leased.store) == left == CACHES - 1
+    assert len(timers) == 2, "it was to look again, and to evict the rest"
+    for timer in timers:
+        timer.cancel.assert_called_once()
 
 
 @pytest.mark.usefixtures("pauses")

@@ -1,8 +1,8 @@
 """Evicts the caches whose lease has ended, some at a time, so that thousands of them do not keep the event loop.
 
 In: a store and a clock. Out: nothing. Whoever needs the room of such a cache evicts it (`store.py`), and nobody finds
-it any more; so nothing depends on this, but what it frees is seen to be free: by a scrape, for one, which would else
-find those of all the time since the last one. On the event loop.
+it any more; so nothing depends on this, but what it frees is seen to be free. A scrape would otherwise find the caches
+of all the time since the last one. On the event loop.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ class Expiry:
         self._clock = clock
         self._next: asyncio.TimerHandle | None = None
         """Evicts more."""
-        self._look: asyncio.TimerHandle | None = None
-        """Looks again."""
+        self._next_look: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """Looks again and again from now on."""
-        self._look = asyncio.get_running_loop().call_later(EVERY_S, self.begin)
+        self._next_look = asyncio.get_running_loop().call_later(EVERY_S, self.begin)
         self.look()
 
     def end(self) -> None:
         """Looks no more, and evicts no more."""
-        for timer in (self._next, self._look):
+        for timer in (self._next, self._next_look):
             if timer is not None:
                 timer.cancel()
 
