@@ -22,14 +22,14 @@ _UNBEGUN: Final = {"grpc.server.max_pending_requests": 1000, "grpc.server.max_pe
 """gRPC's own bounds on RPCs that have arrived and not begun."""
 
 HANDSHAKE_TIMEOUT_MS: Final = 20_000
-"""How long a TLS handshake may take: until it is over, anybody can have a descriptor of the process. gRPC's default is
-two minutes.
+"""How long it may take until the caller's HTTP/2 settings come, with the TLS handshake before them: until then,
+anybody can have a descriptor of the process. gRPC's default is two minutes.
 """
 
 SETTINGS_TIMEOUT_MS: Final = 30_000
-"""How long a connection may take to send its HTTP/2 settings, and to acknowledge ours. The acknowledgement may wait
-behind megabytes that the caller sends slowly. But a connection that is reset right after it has begun, while the server
-is busy, keeps its descriptor for as long: with gRPC's default, for a minute.
+"""How long a connection may take to acknowledge our HTTP/2 settings. The acknowledgement may wait behind megabytes that
+the caller sends slowly. But a connection that is reset right after it has begun, while the server is busy, keeps its
+descriptor for as long: with gRPC's default, for a minute.
 """
 
 KEEPALIVE_MS: Final = 60_000
